@@ -347,6 +347,7 @@ def _configuration(raw: dict[str, Any]) -> Any:
             "Hugging Face models need transformers; install `megatron-ext[hf]`."
         ) from error
     given = {key: value for key, value in raw.items() if key != "quantization_config"}
+    given["model_type"] = FAMILIES[raw["model_type"]].known_as or raw["model_type"]
     with warnings.catch_warnings():
         # Users cannot change the file of a published model, so hide advice about its old entries.
         warnings.simplefilter("ignore", FutureWarning)
@@ -370,9 +371,13 @@ _LARGEST_ENTRY = 1 << 48
 
 TOKENIZER_FILES = (
     "tokenizer* *.model vocab* merges.txt added_tokens.json special_tokens_map.json "
-    "chat_template* generation_config.json"
+    "chat_template* generation_config.json "
+    "configuration_*.py modeling_*.py tokenization_*.py"
 ).split()
-"""Name patterns of the files that define a tokenizer or generation defaults."""
+"""Name patterns of the files that define a tokenizer or generation defaults.
+
+Some models bring code of their own, which the entry `auto_map` of their files names.
+"""
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

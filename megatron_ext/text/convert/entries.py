@@ -392,18 +392,21 @@ class Window(_Unlimited):
         key: name of the entry with the number of tokens in the window.
         switch: name of the entry that turns the window on; None if there is none.
         types: whether ``layer_types`` is written "always", only with a "window", or "never".
+        also: names of entries from which transformers derives ``layer_types``.
     """
 
     key: str = "sliding_window"
     switch: str | None = None
     types: str = "never"
+    also: tuple[str, ...] = ()
     fields: tuple[str, ...] = ("window_size", "window_attn_skip_freq")
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return (self.key, "layer_types", *((self.switch,) if self.switch else ()))
+        return (self.key, "layer_types", *((self.switch,) if self.switch else ()), *self.also)
 
     def read(self, settings: Settings) -> Fields:
+        settings.read.update(self.also)
         if self.switch and not settings[self.switch]:
             return {}
         return window_fields(settings, settings[self.key])
@@ -417,6 +420,41 @@ class Window(_Unlimited):
             entries[self.key] = None if window is None else window[0] + 1
         if self.types == "always" or (self.types == "window" and window is not None):
             entries["layer_types"] = layer_types(gpt)
+        return entries
+
+
+@dataclass(frozen=True)
+class RotaryInWindows(Window):
+    """A window that some layers have, of which only these rotate queries and keys.
+
+    Attributes:
+        rotates_without: whether all layers rotate where the entry of the window is None.
+    """
+
+    rotates_without: bool = True
+    fields: tuple[str, ...] = ("window_size", "window_attn_skip_freq", "no_rope_freq")
+
+    def read(self, settings: Settings) -> Fields:
+        settings.read.update(self.also)
+        window = settings[self.key]
+        if not window and self.rotates_without:
+            return {}
+        has = [int(kind == WINDOWED) for kind in settings["layer_types"]]
+        fields: Fields = {"no_rope_freq": None if all(has) else list_flag(1 - x for x in has)}
+        if not any(has):
+            return fields
+        if not window:
+            settings.refuse(self.key, advice=f"give the tokens of the {WINDOWED} layers' window")
+        fields["window_size"] = (int(window) - 1, 0)
+        return fields if all(has) else fields | {"window_attn_skip_freq": list_flag(has)}
+
+    def write(self, gpt: Gpt) -> dict[str, Any]:
+        entries: dict[str, Any] = {"layer_types": layer_types(gpt)}
+        window = gpt.attention.window_size
+        if window is not None:
+            entries[self.key] = window[0] + 1
+        elif self.rotates_without and gpt.positions.no_rope_freq is None:
+            entries[self.key] = None
         return entries
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from megatron_ext.config import flag_line
 from megatron_ext.config.flags import flags_of
+from megatron_ext.config.layers import layers_without_rope
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
@@ -186,6 +187,8 @@ class Family:
         read_too: other forms of ``weights`` that files of such models may have. The form whose
             names a folder has is read.
         nearest: the `model_type` of the family from which this one is derived.
+        known_as: the `model_type` under which transformers knows the same config.json, if models
+            of this family come with code of their own.
     """
 
     model_type: str
@@ -197,6 +200,7 @@ class Family:
     only: Mapping[str, Any] = field(default_factory=dict)
     read_too: Sequence[Weights] = ()
     nearest: str | None = None
+    known_as: str | None = None
 
     def but(
         self,
@@ -210,6 +214,7 @@ class Family:
         without: Collection[str] = (),
         weights: Weights | None = None,
         read_too: Sequence[Weights] = (),
+        known_as: str | None = None,
     ) -> Family:
         """Return a family that differs from this one in what is given.
 
@@ -236,6 +241,7 @@ class Family:
             {key: value for key, value in self.only.items() if key not in keys} | only,
             read_too,
             self.model_type,
+            known_as,
         )
 
     def fields(self, settings: Settings) -> Fields:
@@ -302,6 +308,10 @@ def architecture_of(gpt: Gpt) -> Fields:
     fields["window_size"] = None if window is None else tuple(window)
     fields["window_attn_skip_freq"] = gpt.attention.windowed_layers(model)
     fields["rope_scaling"] = positions.scaling()
+    layers = model.num_layers or 0
+    fields["no_rope_freq"] = layers_without_rope(positions.no_rope_freq, layers)
+    if gpt.latent.multi_latent_attention:
+        fields["latent_norm_epsilon"] = gpt.latent.latent_norm_epsilon or model.norm_epsilon
     if positions.position_embedding_type == "learned_absolute":
         fields["max_position_embeddings"] = positions.max_position_embeddings
     if moe.num_experts is None:

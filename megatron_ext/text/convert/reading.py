@@ -166,6 +166,12 @@ class _Reading:
                 "`--mtp-num-layers` leaves out."
             )
         check_tensors(source, self.table, decoder | depths, num_layers, self.model.vocab_size)
+        unused = self.table.without_place(source.names)
+        if unused:
+            self.notes.append(
+                f"{self.folder} holds {len(unused)} tensors such as `{min(unused)}`, which have no "
+                "place in the model and are left out."
+            )
 
     @torch.no_grad()
     def fill(self) -> None:
@@ -367,7 +373,7 @@ def check_tensors(
             )
     extra = shapes.keys() - needs.keys()
     extra = {x for x in extra if not x.endswith("rotary_emb.inv_freq") and x not in table.copies}
-    extra -= beyond_decoder(extra, num_layers)
+    extra -= beyond_decoder(extra, num_layers) | table.without_place(extra)
     embedding, head = (table.outer[name][0].tensor for name in (EMBEDDING, HEAD))
     if head in extra:
         if not torch.equal(source.whole(head), source.whole(embedding)):

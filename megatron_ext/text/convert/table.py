@@ -111,6 +111,7 @@ class Table:
         copies: names of tensors that are copies, each with the name of the original. Copies are
             written, but not read.
         exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
+        unused: beginnings of the names of tensors that have no place in our model.
     """
 
     outer: Mapping[str, Parts]
@@ -118,6 +119,7 @@ class Table:
     depth: Mapping[str, Parts] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def is_exact(self, tensor: str) -> bool:
         """Tell whether a tensor stays in float32, whatever the model's dtype."""
@@ -131,6 +133,10 @@ class Table:
             for part in parts
         }
         return sum(_NUMBER.sub("*", name) in known for name in names)
+
+    def without_place(self, tensors: Iterable[str]) -> set[str]:
+        """Return the names in ``tensors`` of those that have no place in our model."""
+        return {name for name in tensors if self.unused and name.startswith(self.unused)}
 
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
         """Return the runs that make up our parameter ``name``, which has ``rows`` rows.

@@ -148,6 +148,7 @@ class Weights:
             transformers numbers depths as layers after the decoder's.
         depth_copies: names of the tensors of a depth that are copies, each with its original.
         exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
+        unused: beginnings of the names of tensors that have no place in our model.
     """
 
     layers: str
@@ -156,6 +157,7 @@ class Weights:
     depth: Sources = field(default_factory=dict)
     depth_copies: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, layers: str, outer: Given, layer: Given) -> Weights:
@@ -170,6 +172,7 @@ class Weights:
         depth: Given | None = None,
         depth_copies: Mapping[str, str] | None = None,
         exact: tuple[str, ...] = (),
+        unused: tuple[str, ...] = (),
         without: Collection[str] = (),
         renamed: Mapping[str, str] | None = None,
     ) -> Weights:
@@ -178,7 +181,7 @@ class Weights:
         Args:
             outer, layer, depth, depth_copies: items that are added, or replace those of the same
                 name.
-            exact: suffixes that are added.
+            exact, unused: suffixes and beginnings that are added.
             without: beginnings of our names of parameters that the family does not have.
             renamed: path within a tensor's name, such as ``self_attn`` or ``mlp.gate_proj`` -> the
                 path in its place. It applies to the tensors of the nearest family only.
@@ -201,6 +204,7 @@ class Weights:
             merged(self.depth, depth),
             copies | dict(depth_copies or {}),
             (*self.exact, *exact),
+            (*self.unused, *unused),
         )
 
     def table(self, model: ModelConfig, vocab_size: int) -> Table:
@@ -228,6 +232,7 @@ class Weights:
             filled(self.depth, prefix),
             copies,
             self.exact,
+            self.unused,
         )
 
 

@@ -1,5 +1,6 @@
 """Tiny random models of transformers, and checks of our model with their weights."""
 
+import json
 import pickle
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.chunks import build_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
+from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.huggingface import Import, import_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.launch import fork_ranks
@@ -176,7 +178,9 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
     no two norms or biases can be mixed up.
     """
     torch.manual_seed(len(str(settings)))
-    config = AutoConfig.for_model(**{**SIZES, **settings})
+    name = settings["model_type"]
+    known = FAMILIES[name].known_as or name
+    config = AutoConfig.for_model(**{**SIZES, **settings, "model_type": known})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     floating = [x for x in model.buffers() if x.is_floating_point() and x.requires_grad is False]
     stored = {x.data_ptr() for x in model.state_dict().values()}
@@ -184,7 +188,22 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
         for weight in (*model.parameters(), *(x for x in floating if x.data_ptr() in stored)):
             weight += (0.1 if weight.dim() < 2 else 0.3) * torch.randn_like(weight)
     model.save_pretrained(folder, **save)
+    if known != name:
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, "model_type": name}))
     return folder
+
+
+def class_of(folder: Path) -> Any:
+    """Return transformers' model with the weights of a folder, in float32.
+
+    If transformers knows its `model_type` under another name, the model is read under that name.
+    """
+    content = json.loads((folder / "config.json").read_text())
+    known = FAMILIES[content["model_type"]].known_as or content["model_type"]
+    config = AutoConfig.for_model(**{**content, "model_type": known})
+    config = None if known == content["model_type"] else config
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, config=config)
 
 
 def tokens() -> Tensor:
@@ -194,7 +213,7 @@ def tokens() -> Tensor:
 
 def theirs(folder: Path) -> Tensor:
     """Return the logits ``[b, s, v]`` of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = class_of(folder)
     with torch.no_grad():
         logits: Tensor = model(tokens()).logits
     return logits

@@ -104,7 +104,7 @@ DEEPSEEK = MODELS["deepseek_v3"]
         ({"model_type": "olmo2", "hidden_act": "silu", "clip_qkv": 1}, "it has `clip_qkv` besides"),
         ({"model_type": "bert"}, "`model_type` 'bert', which cannot be converted; use one of"),
         ({"model_type": None}, "`model_type` None, which cannot be converted"),
-        ({**DEEPSEEK, "rms_norm_eps": 1e-5}, "`rms_norm_eps` 1e-05, which the converted model"),
+        ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5, which the"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "`activation_function` 'relu'"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu'"),
         (

@@ -220,7 +220,6 @@ def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> 
         ("deepseek_v2", {"norm_topk_prob": True}, "`norm_topk_prob` True"),
         ("deepseek_v3", {"norm_topk_prob": False}, "`norm_topk_prob` False"),
         ("deepseek_v3", {"rope_interleave": False}, "`rope_interleave` False"),
-        ("deepseek_v3", {"rms_norm_eps": 1e-7}, "`rms_norm_eps` 1e-07"),
         (
             "deepseek_v3",
             {"rope_scaling": {**MODELS["deepseek_v3"]["rope_scaling"], "mscale": 0.0}},

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from megatron_ext.checkpoint.conversion import one_rank
 from megatron_ext.parallel.context import ParallelContext
@@ -20,7 +19,7 @@ from megatron_ext.text.convert.families import FAMILIES, MODULES
 from megatron_ext.text.convert.huggingface import build_bare
 from megatron_ext.text.convert.reading import load_folder, without_missing_depths
 from megatron_ext.text.convert.writing import write_model
-from tests.text.convert.models import LENGTH, in_child, make_tiny, theirs, tokens
+from tests.text.convert.models import LENGTH, class_of, in_child, make_tiny, theirs, tokens
 from tests.text.convert.settings import SETTINGS
 from tests.text.convert.test_training import LAYOUTS, check_folder
 from tests.training_runs import config_of
@@ -88,7 +87,7 @@ def test_logits_and_the_way_back(name: str, number: int, tmp_path: Path) -> None
     reread = json.loads((back / "config.json").read_text())
     assert reread["model_type"] == name
     assert torch.equal(theirs(back), theirs(source))
-    assert type(AutoModelForCausalLM.from_pretrained(back)).__name__ == FAMILIES[name].architecture
+    assert type(class_of(back)).__name__ == FAMILIES[name].architecture
 
 
 STEPS = {"qwen3": "tp2pp2"}

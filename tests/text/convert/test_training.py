@@ -18,7 +18,15 @@ from megatron_ext.text.convert.huggingface import Export, export_model
 from megatron_ext.text.convert.reading import Loaded
 from megatron_ext.text.convert.training import load_initial_weights
 from megatron_ext.train.run import Run
-from tests.text.convert.models import EXPERTS, MODELS, ONE_GROUP, SIZES, in_child, make
+from tests.text.convert.models import (
+    EXPERTS,
+    MODELS,
+    ONE_GROUP,
+    SIZES,
+    class_of,
+    in_child,
+    make,
+)
 from tests.text.tiny import hf_folder
 from tests.training_runs import (
     SMALL,
@@ -85,7 +93,7 @@ def record(target: Path, run: Run) -> None:
 
 def truth(source: Path, steps: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[float, float]]:
     """Return loss and gradient norm of each step of transformers' class with torch's AdamW."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
+    model = class_of(source).train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

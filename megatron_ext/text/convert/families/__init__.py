@@ -28,6 +28,13 @@ MODULES = {
     "deepseek_v3": "deepseek_v3",
     # dense decoders
     # decoders with experts
+    "kimi_k2": "kimi_k2",
+    "glm4_moe_lite": "glm4_moe_lite",
+    "ernie4_5_moe": "ernie4_5_moe",
+    "dots1": "dots1",
+    "exaone_moe": "exaone_moe",
+    "solar_open": "solar_open",
+    "hy_v3": "hy_v3",
     # older decoders
 }
 """The module of each `model_type`.

@@ -6,35 +6,34 @@ from megatron_ext.text.convert.entries import Translated, Writes
 from megatron_ext.text.convert.families import deepseek_v3, llama
 from megatron_ext.text.convert.family import Fields, Gpt, Settings
 
-_GROUPS = ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores")
-*_COUNT, _EXPERTS = deepseek_v3.experts(ranking=1)
+*_EXPERTS, _GROUPS = deepseek_v3.experts(ranking=1)
 
 
-def _read_experts(settings: Settings) -> Fields:
-    fields: Fields = _EXPERTS.read(settings)
+def _read_groups(settings: Settings) -> Fields:
     if settings["topk_method"] not in ("greedy", "group_limited_greedy"):
         settings.refuse("topk_method")
-    return fields if settings["topk_method"] != "greedy" else fields | dict.fromkeys(_GROUPS)
+    grouped: Fields = _GROUPS.read(settings)
+    return grouped if settings["topk_method"] != "greedy" else dict.fromkeys(grouped)
 
 
-def _write_experts(gpt: Gpt) -> dict[str, Any]:
+def _write_groups(gpt: Gpt) -> dict[str, Any]:
     grouped = gpt.moe.moe_router_num_groups is not None
     method = {"topk_method": "group_limited_greedy" if grouped else "greedy"}
-    return {**_EXPERTS.write(gpt), **method}
+    return {**_GROUPS.write(gpt), **method}
 
 
-EXPERTS = Translated(
-    _EXPERTS.fields,
-    (*_EXPERTS.keys, "topk_method"),
-    _read_experts,
-    _write_experts,
+GROUPS = Translated(
+    tuple(_GROUPS.fields),
+    (*_GROUPS.keys, "topk_method"),
+    _read_groups,
+    _write_groups,
     ("`topk_method` other than greedy, group_limited_greedy",),
 )
 FAMILY = llama.BASE.but(
     model_type="deepseek_v2",
     architecture="DeepseekV2ForCausalLM",
     says="latent attention, groups of experts",
-    entries=(*deepseek_v3.LATENT, *_COUNT, EXPERTS, Writes("scoring_func", "softmax")),
+    entries=(*deepseek_v3.LATENT, *_EXPERTS, GROUPS, Writes("scoring_func", "softmax")),
     fixed={
         "multi_latent_attention": True,
         "qk_layernorm": True,

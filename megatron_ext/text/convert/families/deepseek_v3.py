@@ -5,11 +5,13 @@ these weights need no permutation. Hugging Face's files number the MTP depths as
 after the last decoder layer; each of them has a copy of the embedding and the head.
 """
 
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_ext.text.convert.entries import Translated, Writes, copies, list_flag
 from megatron_ext.text.convert.families import llama, qwen2_moe
-from megatron_ext.text.convert.family import Fields, Gpt, Settings
+from megatron_ext.text.convert.family import Entry, Fields, Gpt, Settings
 from megatron_ext.text.convert.weights import Weights
 
 BIAS = "e_score_correction_bias"
@@ -22,19 +24,22 @@ BIASED_ROUTER = {
 }
 """Our configuration fields for a router with sigmoid scores and biases that balance the experts."""
 _YARN = ("beta_fast", "beta_slow")
+_LATENT_EPSILON = 1e-6
+"""The epsilon that transformers gives to the norms of latent vectors in any case."""
 
 
 def _read_positions(settings: Settings) -> Fields:
-    if settings["rms_norm_eps"] != 1e-6:
-        # In transformers the norms of the latent vectors have this epsilon in any case, but ours
-        # have the epsilon of all norms.
-        settings.refuse("rms_norm_eps", advice="use a model with 1e-06")
     given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
+    epsilon = settings["rms_norm_eps"]
     fields: Fields = {
-        "norm_epsilon": settings["rms_norm_eps"],
+        "norm_epsilon": epsilon,
+        "latent_norm_epsilon": None if epsilon == _LATENT_EPSILON else _LATENT_EPSILON,
         "rotary_base": float(given.pop("rope_theta", settings["rope_theta"])),
         "rope_type": "rope",
     }
+    share = given.pop("partial_rotary_factor", settings["partial_rotary_factor"])
+    if share not in (None, 1.0):
+        settings.refuse("partial_rotary_factor", share)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     if kind == "default":
@@ -77,6 +82,7 @@ def _write_positions(gpt: Gpt) -> dict[str, Any]:
 POSITIONS = Translated(
     (
         "norm_epsilon",
+        "latent_norm_epsilon",
         "rotary_base",
         "rope_type",
         "rotary_scaling_factor",
@@ -88,7 +94,7 @@ POSITIONS = Translated(
     ("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     _read_positions,
     _write_positions,
-    ("`rms_norm_eps` other than 1e-06", "`rope_scaling` other than yarn"),
+    ("`rope_scaling` other than yarn",),
 )
 """The positions of latent attention, scaled by YaRN or not."""
 HEADS = Translated(
@@ -116,69 +122,143 @@ LATENT = (
 """The entries of latent attention."""
 
 
-def experts(ranking: int) -> tuple[Any, ...]:
-    """Return the entries of shared and routed experts, and of the layers that have them.
+def _read_first(settings: Settings) -> Fields:
+    dense = settings["first_k_dense_replace"] or 0
+    return layers_with_experts(layer >= dense for layer in range(settings["num_hidden_layers"]))
+
+
+def _write_first(gpt: Gpt) -> dict[str, Any]:
+    holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
+    return {"first_k_dense_replace": holds.index(True) if any(holds) else len(holds)}
+
+
+def layers_with_experts(holds: Iterable[bool]) -> Fields:
+    """Return our field of the layers that have experts, given whether each of them has some."""
+    layers = [int(has) for has in holds]
+    return {"moe_layer_freq": "1" if all(layers) else list_flag(layers)}
+
+
+FIRST_DENSE = Translated(("moe_layer_freq",), ("first_k_dense_replace",), _read_first, _write_first)
+"""Which layers have experts: all but the first ones, of which there are so many."""
+
+
+def _read_words(settings: Settings) -> Fields:
+    # Where no words are given, transformers derives them from the number of first dense layers.
+    settings.read.add("first_k_dense_replace")
+    return layers_with_experts(kind == "sparse" for kind in settings["mlp_layer_types"])
+
+
+def _read_types(settings: Settings) -> Fields:
+    dense = settings["first_k_dense_replace"]
+    if dense is not None and settings["mlp_layer_types"][:dense] != ["dense"] * dense:
+        settings.refuse("first_k_dense_replace", advice="give `mlp_layer_types`, which decides")
+    return _read_words(settings)
+
+
+def _write_types(gpt: Gpt) -> dict[str, Any]:
+    holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
+    names = {False: "dense", True: "sparse"}
+    return {"mlp_layer_types": [names[has] for has in holds]}
+
+
+MLP_TYPES = Translated(
+    ("moe_layer_freq",), ("mlp_layer_types", "first_k_dense_replace"), _read_types, _write_types
+)
+"""Which layers have experts, one word for each layer.
+
+transformers does not read the number of first dense layers, which must agree.
+"""
+MLP_WORDS = dataclasses.replace(MLP_TYPES, reader=_read_words)
+"""The same in families where the words count, whatever the number of first dense layers is."""
+
+
+def widths(shared: str) -> Entry:
+    """Return the entry of the widths of experts; ``shared`` names the number of shared experts.
+
+    Several shared experts are one expert here, as wide as all of them.
+    """
+
+    def read(settings: Settings) -> Fields:
+        width = settings["moe_intermediate_size"]
+        count = settings[shared] or 0
+        return {
+            "moe_ffn_hidden_size": width,
+            "moe_shared_expert_intermediate_size": count * width or None,
+        }
+
+    def write(gpt: Gpt) -> dict[str, Any]:
+        width = gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size or 1
+        together = gpt.moe.moe_shared_expert_intermediate_size or 0
+        return {"moe_intermediate_size": width, shared: together // width}
+
+    fields = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    return Translated(fields, ("moe_intermediate_size", shared), read, write)
+
+
+def scaled(key: str) -> Entry:
+    """Return the entry ``key``, the factor on the weights of a token's experts."""
+
+    def read(settings: Settings) -> Fields:
+        scale = float(settings[key] or 1.0)
+        return {"moe_router_topk_scaling_factor": scale if scale != 1 else None}
+
+    return Translated(
+        ("moe_router_topk_scaling_factor",),
+        (key,),
+        read,
+        lambda gpt: {key: gpt.moe.moe_router_topk_scaling_factor or 1.0},
+    )
+
+
+def groups(ranking: int) -> Entry:
+    """Return the entries of groups of experts.
 
     Args:
         ranking: how many of a group's best expert scores are summed to rank the group.
     """
 
     def read(settings: Settings) -> Fields:
-        dense = settings["first_k_dense_replace"] or 0
-        holds = [int(layer >= dense) for layer in range(settings["num_hidden_layers"])]
-        shared = settings["n_shared_experts"] or 0
-        width = settings["moe_intermediate_size"]
-        groups = settings["n_group"] or 1
+        count = settings["n_group"] or 1
         chosen = settings["topk_group"] or 1
-        usual = groups == 1 or settings["num_experts_per_tok"] // chosen == ranking
-        scale = float(settings["routed_scaling_factor"] or 1.0)
+        usual = count == 1 or settings["num_experts_per_tok"] // chosen == ranking
         return {
-            "moe_layer_freq": "1" if all(holds) else list_flag(holds),
-            "moe_ffn_hidden_size": width,
-            "moe_shared_expert_intermediate_size": shared * width or None,
-            "moe_router_num_groups": groups if groups > 1 else None,
-            "moe_router_group_topk": chosen if groups > 1 else None,
+            "moe_router_num_groups": count if count > 1 else None,
+            "moe_router_group_topk": chosen if count > 1 else None,
             "moe_router_group_scores": None if usual else ranking,
-            "moe_router_topk_scaling_factor": scale if scale != 1 else None,
         }
 
-    return (
-        *copies({"num_experts": "n_routed_experts", "moe_router_topk": "num_experts_per_tok"}),
-        Translated(
-            (
-                "moe_layer_freq",
-                "moe_ffn_hidden_size",
-                "moe_shared_expert_intermediate_size",
-                "moe_router_num_groups",
-                "moe_router_group_topk",
-                "moe_router_group_scores",
-                "moe_router_topk_scaling_factor",
-            ),
-            (
-                "first_k_dense_replace",
-                "moe_intermediate_size",
-                "n_shared_experts",
-                "n_group",
-                "topk_group",
-                "routed_scaling_factor",
-            ),
-            read,
-            _write_experts,
-        ),
+    return Translated(
+        ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"),
+        ("n_group", "topk_group"),
+        read,
+        lambda gpt: {
+            "n_group": gpt.moe.moe_router_num_groups or 1,
+            "topk_group": gpt.moe.moe_router_group_topk or 1,
+        },
     )
 
 
-def _write_experts(gpt: Gpt) -> dict[str, Any]:
-    holds = gpt.moe.expert_layers(gpt.model.num_layers or 0)
-    width = gpt.moe.moe_ffn_hidden_size or gpt.model.ffn_hidden_size or 1
-    return {
-        "first_k_dense_replace": holds.index(True) if any(holds) else len(holds),
-        "moe_intermediate_size": width,
-        "n_shared_experts": (gpt.moe.moe_shared_expert_intermediate_size or 0) // width,
-        "n_group": gpt.moe.moe_router_num_groups or 1,
-        "topk_group": gpt.moe.moe_router_group_topk or 1,
-        "routed_scaling_factor": gpt.moe.moe_router_topk_scaling_factor or 1.0,
-    }
+def experts(
+    ranking: int,
+    *,
+    number: str = "n_routed_experts",
+    shared: str = "n_shared_experts",
+    layers: Entry = FIRST_DENSE,
+) -> tuple[Entry, ...]:
+    """Return the entries of shared and routed experts, and of the layers that have them.
+
+    Args:
+        ranking: how many of a group's best expert scores are summed to rank the group.
+        number, shared: names of the entries with the numbers of routed and of shared experts.
+        layers: the entry that says which layers have experts.
+    """
+    return (
+        *copies({"num_experts": number, "moe_router_topk": "num_experts_per_tok"}),
+        layers,
+        widths(shared),
+        scaled("routed_scaling_factor"),
+        groups(ranking),
+    )
 
 
 DEPTHS = Translated(

@@ -2,4 +2,93 @@
 
 from tests.text.convert.settings.kinds import Settings
 
-SETTINGS: dict[str, tuple[Settings, Settings]] = {}
+_FEW: Settings = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT: Settings = {
+    "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6,
+    "v_head_dim": 10, "num_key_value_heads": 4,
+}  # fmt: skip
+SETTINGS: dict[str, tuple[Settings, Settings]] = {
+    "kimi_k2": (
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 6, "rms_norm_eps": 1e-5, "n_group": 1,
+            "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827,
+            "rope_scaling": {
+                "type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+                "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+            "max_position_embeddings": 131072,
+        },
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 4, "num_attention_heads": 6,
+            "num_key_value_heads": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 0, "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe_lite": (
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 4, "rms_norm_eps": 1e-4,
+            "routed_scaling_factor": 1.8,
+        },
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "q_lora_rank": None, "mlp_layer_types": ["sparse", "dense"], "n_shared_experts": 2,
+            "num_experts_per_tok": 4, "tie_word_embeddings": True,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "ernie4_5_moe": (
+        {
+            "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 18,
+            "pad_token_id": 0, "tie_word_embeddings": True,
+        },
+        {
+            "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "head_dim": 10,
+            "pad_token_id": 0, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "moe_num_shared_experts": 0, "moe_layer_start_index": 0, "moe_layer_interval": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "dots1": (
+        {
+            **_FEW, "n_routed_experts": 4, "n_shared_experts": 2, "norm_topk_prob": True,
+            "head_dim": 18, "sliding_window": 8, "max_window_layers": 1,
+            "routed_scaling_factor": 2.5, "first_k_dense_replace": 1,
+        },
+        {
+            **_FEW, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True,
+            "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "attention_bias": True, "n_group": 4, "topk_group": 2, "tie_word_embeddings": True,
+        },
+    ),
+    "exaone_moe": (
+        {
+            **_FEW, "num_experts": 4, "head_dim": 18, "sliding_window": 8,
+            "sliding_window_pattern": 2,
+        },
+        {
+            **_FEW, "num_experts": 8, "num_shared_experts": 2, "head_dim": 10,
+            "num_attention_heads": 5, "num_key_value_heads": 1,
+            "layer_types": ["full_attention"] * 2, "mlp_layer_types": ["sparse", "dense"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "solar_open": (
+        {**_FEW, "n_routed_experts": 4, "head_dim": 18, "routed_scaling_factor": 1.5},
+        {
+            **_FEW, "n_routed_experts": 8, "n_shared_experts": 2, "head_dim": 10,
+            "num_attention_heads": 5, "num_key_value_heads": 1, "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "hy_v3": (
+        {**_FEW, "num_experts": 4, "head_dim": 18},
+        {
+            **_FEW, "num_experts": 8, "num_shared_experts": 2, "head_dim": 10,
+            "num_attention_heads": 5, "num_key_value_heads": 1, "attention_bias": True,
+            "mlp_layer_types": ["sparse", "sparse"], "tie_word_embeddings": True,
+        },
+    ),
+}  # fmt: skip
