@@ -347,7 +347,9 @@ def _configuration(raw: dict[str, Any]) -> Any:
             "Hugging Face models need transformers; install `megatron-ext[hf]`."
         ) from error
     given = {key: value for key, value in raw.items() if key != "quantization_config"}
-    given["model_type"] = FAMILIES[raw["model_type"]].known_as or raw["model_type"]
+    family = FAMILIES.get(raw.get("model_type", ""))
+    if family is not None and family.known_as is not None:
+        given["model_type"] = family.known_as
     with warnings.catch_warnings():
         # Users cannot change the file of a published model, so hide advice about its old entries.
         warnings.simplefilter("ignore", FutureWarning)
