@@ -8,6 +8,7 @@ raises a CheckpointError.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -33,7 +34,7 @@ from megatron_ext.checkpoint.stored import (
 )
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.config.flags import IfChanged, if_changed
-from megatron_ext.config.optimizer import OptimizerConfig
+from megatron_ext.config.optimizer import FreezeConfig, OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.rules.optimizer import has_usual_warmup
 from megatron_ext.config.run import LayerSection, RunConfig, in_present_sections
@@ -244,7 +245,7 @@ def check_resume(config: RunConfig) -> None:
     path = checkpoint.path
     common = common_state_of(path)
     arguments = common.get("args", Namespace())
-    takes_it = loads_optimizer(checkpoint, config.checkpoint, arguments, [])
+    takes_it = loads_optimizer(checkpoint, config.checkpoint, arguments, [], config.freeze)
     goes_on = takes_it and not config.training.skip_train
     stored = read_settings(path)
     read_progress(path)
@@ -262,18 +263,37 @@ def check_resume(config: RunConfig) -> None:
         )
 
 
+def freeze_of(arguments: Namespace) -> FreezeConfig:
+    """Return which parts the run that saved a checkpoint froze, from its flags ``arguments``."""
+    names = [field.name for field in dataclasses.fields(FreezeConfig)]
+    values: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
+    return FreezeConfig(**{name: x for name, x in values.items() if isinstance(x, list | bool)})
+
+
 def loads_optimizer(
-    checkpoint: CheckpointRef, config: CheckpointConfig, arguments: Namespace, notes: list[str]
+    checkpoint: CheckpointRef,
+    config: CheckpointConfig,
+    arguments: Namespace,
+    notes: list[str],
+    freeze: FreezeConfig | None = None,
 ) -> bool:
-    """Return whether the run wants optimizer state and the checkpoint holds some.
+    """Return whether the run wants optimizer state and the checkpoint holds some that fits.
 
     If the run wants state that the checkpoint lacks, a sentence is appended to ``notes``.
-    ``arguments`` are the flags of the run that saved the checkpoint.
+
+    Args:
+        arguments: flags of the run that saved the checkpoint.
+        freeze: which parts the run freezes; None to compare nothing. Weights that have been frozen
+            have no state, and beside others' they could not get any: all count their updates from
+            the same step.
     """
     if checkpoint.weights_only or config.no_load_optim:
         return False
     if getattr(arguments, "no_save_optim", False):
         notes.append(f"{checkpoint.path} holds no optimizer.")
+        return False
+    if freeze is not None and not freeze.trains_as(freeze_of(arguments)):
+        notes.append(f"Other weights are trained than by the run that saved {checkpoint.path}.")
         return False
     return True
 

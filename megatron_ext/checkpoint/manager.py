@@ -322,7 +322,10 @@ class CheckpointManager:
                 f"{path} holds adapters without the weights under them, so that no run can start "
                 "from it; merge them first with `tools/lora.py merge`."
             )
-        with_optimizer = compatibility.loads_optimizer(checkpoint, self._config, arguments, notes)
+        freeze = None if run_config is None else run_config.freeze
+        with_optimizer = compatibility.loads_optimizer(
+            checkpoint, self._config, arguments, notes, freeze
+        )
         if run_config is not None:
             used = optimizer is not None and with_optimizer
             compare = partial(
@@ -427,6 +430,12 @@ class CheckpointManager:
         if optimizer is not None and stored.get(run_state.SHARDING) == GATHERED:
             give_groups_on_host(optimizer, layout)
 
+        def averages_of(state: dict[str, Any]) -> dict[str, Any]:
+            assert ema is not None
+            averages = run_state.averages_to_load(ema, model, state, metadata)
+            froze = compatibility.freeze_of(arguments).is_used
+            return run_state.without_frozen(path, averages) if froze else averages
+
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
             if checkpoint.weights_only:
@@ -436,7 +445,7 @@ class CheckpointManager:
                 adapters.leave_out_base(bare, keys)
             run_state.take_named(path, bare, keys, names)
             if ema is not None:
-                bare[EMA] = run_state.averages_to_load(ema, model, bare, metadata)
+                bare[EMA] = averages_of(bare)
             compatibility.check_model(path, bare, arguments, layout, self._config)
             if optimizer is not None:
                 kinds = {"distributed": is_distributed(optimizer)}
@@ -450,7 +459,7 @@ class CheckpointManager:
         notes += on_first_rank(unexpected, what)
         state = run_state.sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
-            state[EMA] = run_state.averages_to_load(ema, model, state, metadata)
+            state[EMA] = averages_of(state)
         new = adapters.leave_out_new(path, state, keys) if checkpoint.weights_only else {}
         run_state.take_named(path, state, keys, names)
         if is_of_adapters:

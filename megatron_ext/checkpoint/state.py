@@ -454,14 +454,29 @@ def averages_to_load(
     return state
 
 
+def without_frozen(path: Path, averages: dict[str, Any]) -> dict[str, Any]:
+    """Return the averages that a checkpoint holds, among those of `averages_to_load`.
+
+    The run that saved the checkpoint ``path`` kept none of the weights that it did not train.
+    """
+    stored = stored_entries(path)
+    return {
+        key: entry
+        for key, entry in averages.items()
+        if all(tensor.key in stored for tensor in nested_values({key: entry}))
+    }
+
+
 def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Any]) -> None:
     """Copy loaded averages into ``ema``.
 
     ``loaded`` is the state of `averages_to_load`, filled from a checkpoint.
     """
-    if not (loaded and all(key.isdigit() for key in loaded)):
+    if not all(key.isdigit() for key in loaded):
         flat_state.load_averages(ema, model, loaded)
         return
+    if len(loaded) < len(ema.parts):
+        ema.restart()  # a weight that was frozen is its own average
     ema.load([loaded.get(str(index), []) for index in range(len(ema.parts))])
 
 

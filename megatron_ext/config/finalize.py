@@ -196,6 +196,10 @@ def _errors(run: RunConfig) -> Iterator[str]:
     yield from model_errors(run)
     yield from parallel_rules.parallel_errors(run.parallel, run.model)
     yield from optimizer_rules.lora_errors(run.lora, run.model, run.optimizer)
+    if run.freeze.is_used:
+        from megatron_ext.config.frozen_parts import freeze_errors
+
+        yield from freeze_errors(run.freeze, adapters=run.lora.lora_rank is not None)
     if run.precision.bf16 and run.precision.fp16:
         yield exclusive("--bf16", "--fp16")
     yield from _precision_errors(run)

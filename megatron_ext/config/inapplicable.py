@@ -414,6 +414,7 @@ ENGINE = (
         says="has no effect without a checkpoint to load",
         holds=_loads_nothing,
     ),
+    beside("--skip-train", "freeze freeze-all-but freeze-base-for-mtp", "nothing is trained"),
     Inapplicable(
         "lora-rank",
         "`--pretrained-checkpoint`, `--load-hf` and `--load` load weights",

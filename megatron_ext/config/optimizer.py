@@ -1,4 +1,4 @@
-"""Flags of the optimizer, its schedules, gradient reduction, averaged weights and adapters."""
+"""Flags of the optimizer, its schedules, gradient reduction, averages, adapters and freezing."""
 
 from __future__ import annotations
 
@@ -420,3 +420,37 @@ class LoraConfig(Changeable):
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         targets = list(TARGETS) if self.lora_target_modules is None else self.lora_target_modules
         return dataclasses.replace(self, lora_alpha=alpha, lora_target_modules=targets)
+
+
+@dataclass(frozen=True)
+class FreezeConfig(Changeable):
+    """Flags of the parts of the model that are not trained; `config.frozen_parts` reads them."""
+
+    freeze: list[str] | None = said_flag(
+        None,
+        "parts that are not trained: embeddings, output, attention, mlp, experts, router, norms, "
+        "mtp, layers, layers.0-3, layers.0-3.attention, or modules such as linear_qkv; their "
+        "weights get no gradient, no optimizer state and no weight decay",
+        nargs="+",
+    )
+    freeze_all_but: list[str] | None = said_flag(
+        None, "parts that alone are trained, by the names that --freeze takes", nargs="+"
+    )
+    freeze_base_for_mtp: bool = said_flag(
+        False, "train multi-token prediction alone, as --freeze-all-but mtp does"
+    )
+
+    @property
+    def trained_alone(self) -> list[str]:
+        """Return the names of the parts that alone are trained; [] if the flags name none."""
+        return ["mtp"] if self.freeze_base_for_mtp else self.freeze_all_but or []
+
+    def trains_as(self, other: FreezeConfig) -> bool:
+        """Return whether both name the same parts."""
+        both = [(set(x.freeze or ()), set(x.trained_alone)) for x in (self, other)]
+        return both[0] == both[1]
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether the flags freeze anything."""
+        return bool(self.freeze or self.trained_alone)

@@ -20,7 +20,7 @@ from megatron_ext.config.flags import Changeable
 from megatron_ext.config.inapplicable import ENGINE, Inapplicable
 from megatron_ext.config.model import ACTIVATIONS, ModelConfig
 from megatron_ext.config.offload import OffloadConfig
-from megatron_ext.config.optimizer import EmaConfig, LoraConfig, OptimizerConfig
+from megatron_ext.config.optimizer import EmaConfig, FreezeConfig, LoraConfig, OptimizerConfig
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig, PlanningConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.precision import (
@@ -53,6 +53,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    freeze: FreezeConfig = field(default_factory=FreezeConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fp8: Fp8Config = field(default_factory=Fp8Config)
     cuda_graphs: CudaGraphConfig = field(default_factory=CudaGraphConfig)

@@ -46,7 +46,8 @@ def build_chunks(
     if by_name and config.optimizer.shards_weights and not tied_stages:
         from megatron_ext.layers.weight_shards import shard_at_start
 
-        keep = partial(shard_at_start, groups=context.pgs)
+        # Frozen weights stay whole: nothing gathers them.
+        keep = partial(_shard_if_trained, partial(shard_at_start, groups=context.pgs))
     random_state = torch.get_rng_state()
     if by_name:
         mark_methods(transformer_config, keeps_memory=keep is None)
@@ -65,6 +66,10 @@ def build_chunks(
             mark_experts(chunk, context.pgs)
         chunk.vp_stage = stage
         chunks.append(chunk)
+    if config.freeze.is_used and not config.training.skip_train:
+        from megatron_ext.layers.frozen import freeze_parts
+
+        freeze_parts(chunks, config)
     if by_name:
         initialize_by_name(chunks, transformer_config, config.training.seed, vocab_size, keep)
         unmark_methods(transformer_config)
@@ -112,6 +117,13 @@ def build_chunks(
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks
+
+
+def _shard_if_trained(
+    shard: Callable[[torch.nn.Parameter], None], parameter: torch.nn.Parameter
+) -> None:
+    if parameter.requires_grad:
+        shard(parameter)
 
 
 _TIED = (

@@ -282,10 +282,10 @@ def attach_adapters(
         embedding: Any = getattr(chunk, "embedding", None)
         if embedding is not None:
             # A backward pass must begin here for recomputed layers, and for a stage without layers.
-            embedding.register_forward_hook(_require_gradient)
+            embedding.register_forward_hook(require_gradient)
 
 
-def _require_gradient(_module: Any, _inputs: Any, output: Any) -> None:
+def require_gradient(_module: Any, _inputs: Any, output: Any) -> None:
     """Let the hidden states, an embedding's only or first output, need a gradient."""
     if torch.is_grad_enabled():
         hidden: Tensor = output[0] if isinstance(output, tuple) else output

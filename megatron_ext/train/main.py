@@ -93,6 +93,7 @@ def silence_known_warnings(device: str) -> None:
 
 
 check_core = later("megatron_ext.layers.transformer_config:check_core")
+check_parts = later("megatron_ext.planning.frozen:check_parts")
 check_place = later("megatron_ext.config.user_code:check_place")
 check_host_memory = later("megatron_ext.planning.host_memory:check_host_memory")
 pretrain = later("megatron_ext.train.pretrain:pretrain")
@@ -176,6 +177,8 @@ def main(
             # torch finds a GPU although nothing else did.
             parsed = parse(device=device.kind)
             config, assets = preflight(parsed.config, task.preflight)
+        if config.freeze.is_used and not config.training.skip_train:
+            _check_parts(config, task)
         configure = partial(_resized, config, task, partial(parse, device=device.kind))
         supervision = supervision_of(config)
         trains_here = work is None and not config.planning.dry_run
@@ -244,6 +247,16 @@ def main(
         copy_records(config.checkpoint, is_first=first)
     code: int = end.exit_code
     return code
+
+
+def _check_parts(config: RunConfig, task: Task) -> None:
+    """Raise a ConfigError if a flag freezes a part that the model lacks.
+
+    Only the package's own models are known before they are built; of others, the ranks tell.
+    """
+    module = getattr(task.model_chunk, "__module__", "")
+    if task.cost is not None and module.startswith("megatron_ext."):
+        check_parts(config, task.cost)
 
 
 def parsed_for_device(

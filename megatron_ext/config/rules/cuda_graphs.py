@@ -40,6 +40,8 @@ def cuda_graph_errors(run: RunConfig) -> Iterator[FlagError]:
         yield _no_graphs("does not go with models whose steps differ in shape", "leave it out")
     else:
         yield from _errors_in_layers(run.model, run.lora, run.fp8, run.training)
+        if run.freeze.is_used:
+            yield _no_graphs("does not go with parts that `--freeze` freezes", "leave one out")
         yield from _errors_between_layers(run.model, run.parallel, run.training)
     # NCCL registers a graph's buffers, which segments that grow do not survive.
     grows = [name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")]

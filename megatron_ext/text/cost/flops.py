@@ -132,22 +132,30 @@ class GptRun(Network):
         return self.scoring.windowed_layers(self.config.model)
 
     @cached_property
-    def layer_kinds(self) -> list[tuple[bool, bool, bool]]:
+    def layer_kinds(self) -> list[tuple[object, ...]]:
         """Return a key for each layer, which is the same for layers that cost the same.
 
-        It says whether the layer has experts, whether a window limits its attention, and whether
-        its linear layers multiply in 8 bits.
+        It says whether the layer has experts, whether a window limits its attention, whether its
+        linear layers multiply in 8 bits, and which parts that name it are frozen.
         """
         fp8 = self.config.fp8
         x = self.sizes
         return [
-            (experts, windowed, x.in_8_bits(fp8, number))
+            (experts, windowed, x.in_8_bits(fp8, number), *self._frozen(number))
             for number, (experts, windowed) in enumerate(zip(x.experts, self.windowed, strict=True))
         ]
 
+    def _frozen(self, number: int) -> Sequence[bool]:
+        """Return, for each frozen range of layers, whether layer ``number`` is in it."""
+        if not self.config.freeze.is_used:
+            return ()
+        from megatron_ext.config.frozen_parts import FrozenParts
+
+        return FrozenParts(self.config.freeze).ranges_with(number)
+
     def unlike(self, layers: Sequence[int]) -> list[tuple[int, int]]:
         """Return one layer of each kind among ``layers``, and how many of them are of its kind."""
-        first: dict[tuple[bool, bool, bool], int] = {}
+        first: dict[tuple[object, ...], int] = {}
         for number in layers:
             first.setdefault(self.layer_kinds[number], number)
         counts = Counter(self.layer_kinds[number] for number in layers)

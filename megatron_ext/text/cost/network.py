@@ -19,7 +19,7 @@ from megatron_ext.config.rules.parallel import mtp_stage, stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement
-from megatron_ext.planning.network import Case, Volume, fp8_bytes, ring
+from megatron_ext.planning.network import Case, Flops, Volume, fp8_bytes, ring
 from megatron_ext.planning.products import FORWARD_AND_BACKWARD, Linear
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.weights import Weight, is_linear, weights_of, with_frozen
@@ -90,6 +90,10 @@ class Parameters(GptRun):
         x = self.sizes
         if stage.head and not (self._tied and (stage.embedding or stage.depths)):
             weights.append(Weight("output_layer.weight", self.table, x.tp, shared=self._tied))
+        if self.config.freeze.is_used:
+            from megatron_ext.planning.frozen import marked
+
+            return marked(self.config.freeze, weights, stage.layers)
         return with_frozen(self.config.lora, weights)
 
     @property
@@ -283,6 +287,29 @@ class GptNetwork(Parameters, Activations, GptFlops):
             stages.append(stage)
             first += count
         return stages
+
+    def layer_flops(self, number: int) -> Flops:
+        whole = super().layer_flops(number)
+        if not self.config.freeze.is_used:
+            return whole
+        from megatron_ext.planning.frozen import trained_share, without_frozen
+
+        attention = self._on_rank("projections")
+        mlp = self._on_rank("experts" if self.sizes.experts[number] else "dense")
+        layer = self.weights(Stage.of_layers((number,), 1, 3))
+        shares = [
+            trained_share(x for x in layer if part in x.name)
+            for part in (".self_attention.", ".mlp.")
+        ]
+        share = (attention * shares[0] + mlp * shares[1]) / (attention + mlp)
+        return without_frozen(whole, share)
+
+    def logits_flops(self) -> Flops:
+        whole = super().logits_flops()
+        last = self.stages()[-1]
+        tables = ("embedding.word_embeddings.weight", "output_layer.weight")
+        heads = [x for x in self.parameters(last) if x.name in tables]
+        return replace(whole, head_weights=0.0) if heads and heads[-1].frozen else whole
 
     def kind(self, stage: Stage) -> Hashable:
         layers = tuple(self.layer_kinds[number] for number in stage.layers)

@@ -11,6 +11,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.planning.network import Flops, Network, ring
 from megatron_ext.planning.stages import FP32, LayerBytes, Ranks, Stage
+from megatron_ext.planning.weights import Weight
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,22 @@ class ClipNetwork(Network):
     @abstractmethod
     def sample_flops(self) -> float:
         """Return the FLOPs of one clip, forward and backward, without recomputation."""
+
+    def frozen(self, weights: list[Weight]) -> list[Weight]:
+        """Return the weights of a stage; mark those that the flags freeze."""
+        if not self.config.freeze.is_used:
+            return weights
+        from megatron_ext.planning.frozen import marked
+
+        return marked(self.config.freeze, weights)
+
+    def of_trained(self, flops: Flops, stage: Stage) -> Flops:
+        """Return a stage's operations without the gradients of frozen weights."""
+        if not self.config.freeze.is_used:
+            return flops
+        from megatron_ext.planning.frozen import trained_share, without_frozen
+
+        return without_frozen(flops, trained_share(self.parameters(stage)))
 
     @property
     def tokens(self) -> int:

@@ -122,7 +122,7 @@ class JointNetwork(ClipNetwork):
         if stage.head:
             weights += self.whole("final_layer.modulation", h, 2 * h)
             weights += self.whole("final_layer.linear", h, model.token_width)
-        return with_frozen(self.config.lora, weights)
+        return self.frozen(with_frozen(self.config.lora, weights))
 
     def whole(self, name: str, inputs: int, outputs: int) -> list[Weight]:
         """Return the parameters of a linear layer that each rank holds as a whole."""
@@ -324,6 +324,7 @@ class JointNetwork(ClipNetwork):
             parts = 12 if self._is_double(number) else 3
             vectors = MULTIPLY_AND_ADD * self.sizes.b * parts * h * h
             total += self._block_flops() + Flops(vectors, weights=vectors * self.trains)
+        total = self.of_trained(total, stage)
         return total + self._block_flops().recomputed(sum(self._recomputed(stage)))
 
     def sample_flops(self) -> float:

@@ -81,7 +81,7 @@ class DiTNetwork(StreamedCost):
 
     def weights(self, stage: Stage) -> list[Weight]:
         """Return the parameters of a stage, in the order of ``parameters()`` of its module."""
-        return dit_weights(self.config.lora, self.model, self.sizes.tp, stage)
+        return self.frozen(dit_weights(self.config.lora, self.model, self.sizes.tp, stage))
 
     @cached_property
     def block_bytes(self) -> BlockBytes:
@@ -285,6 +285,7 @@ class DiTNetwork(StreamedCost):
         """Return the operations of a stage's blocks for one micro-batch on one rank."""
         block = self._block_flops()
         total = sum((block for _ in stage.layers), Flops())
+        total = self.of_trained(total, stage)
         return total + block.recomputed(self._run_again(stage))
 
     def sample_flops(self) -> float:
