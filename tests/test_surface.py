@@ -227,6 +227,8 @@ def test_a_program_has_no_flag_of_another_tenant(program: TaskChoice, others: st
 
 
 THROUGH_THE_CONFIGURATION = {
+    "freeze_all_but": "gives trained_alone",
+    "freeze_base_for_mtp": "gives trained_alone",
     "num_layers_per_virtual_pipeline_stage": "gives virtual_pipeline_model_parallel_size",
     "allow_untested_core": "decides whether finalize refuses the release of megatron-core",
     "num_virtual_stages_per_pipeline_rank": "gives virtual_pipeline_model_parallel_size",

@@ -267,7 +267,13 @@ def freeze_of(arguments: Namespace) -> FreezeConfig:
     """Return which parts the run that saved a checkpoint froze, from its flags ``arguments``."""
     names = [field.name for field in dataclasses.fields(FreezeConfig)]
     values: dict[str, Any] = {name: getattr(arguments, name, None) for name in names}
-    return FreezeConfig(**{name: x for name, x in values.items() if isinstance(x, list | bool)})
+    own: dict[str, Any] = {k: x for k, x in values.items() if isinstance(x, list | bool)}
+    return FreezeConfig(**own)
+
+
+def freezes(run_config: Mapping[str, Any]) -> bool:
+    """Return whether a run with these values, by section and field, freezes weights."""
+    return FreezeConfig(**run_config.get("freeze", {})).is_used
 
 
 def loads_optimizer(

@@ -19,6 +19,7 @@ from megatron_ext.checkpoint import adapters, compatibility, publish, storage
 from megatron_ext.checkpoint import state as run_state
 from megatron_ext.checkpoint.background import BackgroundSaves
 from megatron_ext.checkpoint.best import BestCheckpoint
+from megatron_ext.checkpoint.by_layer import by_layer
 from megatron_ext.checkpoint.compatibility import check_changes
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.checkpoint.optimizer_boxes import cut_weights
@@ -240,9 +241,9 @@ class CheckpointManager:
     ) -> dict[str, Any]:
         """Return all state to save, except counters and configuration; what is None is left out.
 
-        ``run_config`` only tells whether random states differ between replicas. Flags may leave out
-        optimizer and random states. With ``flat``, optimizer state and averages have the format of
-        `flat_state`.
+        ``run_config`` only tells whether random states differ between replicas, and whether weights
+        are frozen. Flags may leave out optimizer and random states. With ``flat``, optimizer state
+        and averages have the format of `flat_state`.
         """
         config = self._config
         kept = None if config.no_save_optim else optimizer
@@ -250,8 +251,12 @@ class CheckpointManager:
         metadata = run_state.content_metadata(kept, reshardable=reshardable, flat=flat)
         cut = run_state.sharding_of(metadata, self._context)
         state = run_state.sharded_state(model, kept, metadata=cut, is_loading=False)
+        freezes = compatibility.freezes(run_config)
         if ema is not None:
-            state[EMA] = run_state.averages_to_save(ema, model, state, cut)
+            how = {"frozen": freezes, "distributed": is_distributed(optimizer)}
+            state[EMA] = run_state.averages_to_save(ema, model, state, cut, **how)
+        if freezes and not flat:
+            by_layer(state.get("optimizer", {}))
         if extra_state is not None:
             state |= extra_state.state_to_save(cut, with_optimizer=not config.no_save_optim)
         if self._base is not None:
@@ -322,7 +327,7 @@ class CheckpointManager:
                 f"{path} holds adapters without the weights under them, so that no run can start "
                 "from it; merge them first with `tools/lora.py merge`."
             )
-        freeze = None if run_config is None else run_config.freeze
+        freeze = run_config.freeze if run_config is not None and optimizer is not None else None
         with_optimizer = compatibility.loads_optimizer(
             checkpoint, self._config, arguments, notes, freeze
         )
@@ -430,12 +435,6 @@ class CheckpointManager:
         if optimizer is not None and stored.get(run_state.SHARDING) == GATHERED:
             give_groups_on_host(optimizer, layout)
 
-        def averages_of(state: dict[str, Any]) -> dict[str, Any]:
-            assert ema is not None
-            averages = run_state.averages_to_load(ema, model, state, metadata)
-            froze = compatibility.freeze_of(arguments).is_used
-            return run_state.without_frozen(path, averages) if froze else averages
-
         def check() -> set[str]:
             bare = run_state.sharded_state(model, None, metadata=metadata, is_loading=True)
             if checkpoint.weights_only:
@@ -445,7 +444,7 @@ class CheckpointManager:
                 adapters.leave_out_base(bare, keys)
             run_state.take_named(path, bare, keys, names)
             if ema is not None:
-                bare[EMA] = averages_of(bare)
+                bare[EMA] = run_state.averages_to_load(path, ema, model, bare, metadata)
             compatibility.check_model(path, bare, arguments, layout, self._config)
             if optimizer is not None:
                 kinds = {"distributed": is_distributed(optimizer)}
@@ -459,7 +458,9 @@ class CheckpointManager:
         notes += on_first_rank(unexpected, what)
         state = run_state.sharded_state(model, optimizer, metadata=metadata, is_loading=True)
         if ema is not None:
-            state[EMA] = averages_of(state)
+            state[EMA] = run_state.averages_to_load(path, ema, model, state, metadata)
+        if compatibility.freeze_of(arguments).is_used:
+            by_layer(state.get("optimizer", {}))
         new = adapters.leave_out_new(path, state, keys) if checkpoint.weights_only else {}
         run_state.take_named(path, state, keys, names)
         if is_of_adapters:

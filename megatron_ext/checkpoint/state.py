@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -409,12 +409,22 @@ def take_named(
 
 
 def averages_to_save(
-    ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
+    ema: ShardedEMA,
+    model: Chunks,
+    state: dict[str, Any],
+    metadata: dict[str, Any],
+    *,
+    frozen: bool = False,
+    distributed: bool = False,
 ) -> dict[str, Any]:
     """Return this rank's part of the averaged weights (EMA), sharded like the weights in ``state``.
 
     The keys are the weights' positions in ``ema``, as text, such as "0"; in the format of
     `flat_state`, the weights' names.
+
+    Args:
+        frozen: whether to add the weights that are not trained; each is its own average.
+        distributed: whether the optimizer's state is sharded over data-parallel ranks.
     """
     if metadata.get(SHARDING) == flat_state.FLAT:
         return flat_state.averages(ema, model, metadata[flat_state.PLACE], PREFIX)
@@ -426,13 +436,34 @@ def averages_to_save(
             sharded[str(index)] = make_sharded_optimizer_tensor(entry, part.whole(), prefix=EMA)
         elif part.average.numel():
             sharded[str(index)] = in_boxes(entry, EMA, part.average, part.start)
+    for index, entry in _frozen(ema, entries) if frozen else ():
+        value = entry.data.detach().float()
+        if (own := _whole(entry, value, boxes=distributed)) is not None:
+            sharded[str(index)] = own
     return sharded
 
 
+def _whole(entry: Any, value: torch.Tensor, *, boxes: bool) -> Any:
+    """Return the sharded tensors of a frozen weight's average; None if another rank has them.
+
+    A tensor of all layers is either cut into ``boxes`` everywhere, or nowhere.
+    """
+    if not boxes:
+        return make_sharded_optimizer_tensor(entry, value, prefix=EMA)
+    return in_boxes(entry, EMA, value, 0) if entry.replica_id[-1] == 0 else None
+
+
+def _frozen(ema: ShardedEMA, entries: dict[int, Any]) -> Iterator[tuple[int, Any]]:
+    """Yield the entries (`_entries_of`) of weights without an average, numbered after ``ema``'s."""
+    averaged = {id(part.parameter) for part in ema.parts}
+    weights = (x for x in entries.values() if isinstance(x.data, torch.nn.Parameter))
+    yield from enumerate((x for x in weights if id(x.data) not in averaged), len(ema.parts))
+
+
 def averages_to_load(
-    ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
+    path: Path, ema: ShardedEMA, model: Chunks, state: dict[str, Any], metadata: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return sharded tensors into which averaged weights (EMA) can be loaded from a checkpoint.
+    """Return sharded tensors into which averaged weights (EMA) can be loaded from ``path``.
 
     They are fp32 copies of the weights, sharded like those in ``state``. A load overwrites them,
     except for padding rows of the vocabulary that the checkpoint lacks. In the format of
@@ -451,20 +482,14 @@ def averages_to_load(
         else:
             value = part.parameter.detach().to("cpu", torch.float32, copy=True)
             state[str(index)] = make_sharded_optimizer_tensor(entry, value, prefix=EMA)
-    return state
-
-
-def without_frozen(path: Path, averages: dict[str, Any]) -> dict[str, Any]:
-    """Return the averages that a checkpoint holds, among those of `averages_to_load`.
-
-    The run that saved the checkpoint ``path`` kept none of the weights that it did not train.
-    """
     stored = stored_entries(path)
-    return {
-        key: entry
-        for key, entry in averages.items()
-        if all(tensor.key in stored for tensor in nested_values({key: entry}))
-    }
+    boxes = any(hasattr(chunk, "whole_weights") for chunk in model)
+    for index, entry in _frozen(ema, entries):
+        if f"{PREFIX}{entry.key}" in stored:  # a tensor of all layers is read whole
+            value = entry.data.detach().to("cpu", torch.float32, copy=True)
+            if (own := _whole(entry, value, boxes=boxes)) is not None:
+                state[str(index)] = own
+    return state
 
 
 def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Any]) -> None:
@@ -475,8 +500,6 @@ def load_averages(ema: ShardedEMA, model: Chunks, loaded: dict[str, Any]) -> Non
     if not all(key.isdigit() for key in loaded):
         flat_state.load_averages(ema, model, loaded)
         return
-    if len(loaded) < len(ema.parts):
-        ema.restart()  # a weight that was frozen is its own average
     ema.load([loaded.get(str(index), []) for index in range(len(ema.parts))])
 
 

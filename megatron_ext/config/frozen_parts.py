@@ -20,7 +20,7 @@ ATTENTION = (
     "self_attention", "cross_attention", "linear_qkv", "linear_q", "linear_kv", "linear_vision_kv",
     "linear_proj",
 )  # fmt: skip
-"""Modules of attention; in video networks its layers lie in the block itself."""
+"""Modules of attention: the whole of it, or its layers where they lie in the block itself."""
 
 WORDS: dict[str, Callable[[str], bool]] = {
     "embeddings": lambda module: module == "embedding",

@@ -40,6 +40,14 @@ def freeze_parts(chunks: Sequence[torch.nn.Module], config: RunConfig) -> None:
             if isinstance(module, TopKRouter) and f"{own_name}.weight" in frozen:
                 module.register_forward_hook(_forget_counts)
         _begin_gradients(chunk, config)
+    check_found(parts, names, config)
+
+
+def check_found(parts: FrozenParts, names: Sequence[str], config: RunConfig) -> None:
+    """Raise a ConfigError if a part is on no rank, or nothing is trained; all ranks call this.
+
+    ``names`` are the names in the whole model of this rank's parameters.
+    """
     found = torch.tensor(parts.found(names), device=torch.cuda.current_device()).int()
     torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
     tied = not config.model.untie_embeddings_and_output_weights

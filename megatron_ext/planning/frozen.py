@@ -1,4 +1,4 @@
-"""What planning knows of the parts that ``--freeze`` and ``--freeze-all-but`` freeze."""
+"""Marks the weights that ``--freeze`` and ``--freeze-all-but`` freeze in the cost of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from megatron_ext.config.frozen_parts import FrozenParts, in_model, part_errors
 from megatron_ext.config.optimizer import FreezeConfig
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.planning.network import Flops
 from megatron_ext.planning.task_cost import TaskCost
 from megatron_ext.planning.weights import Weight, is_linear
@@ -66,5 +66,16 @@ def check_parts(config: RunConfig, cost: TaskCost) -> None:
         }
         tied = not config.model.untie_embeddings_and_output_weights
         errors = list(part_errors(config.freeze, parts.found(names), names, tied=tied))
+        rate = config.optimizer.decoupled_lr
+        ends = [x for x in names if x.startswith(("embedding.", "output_layer."))]
+        if rate is not None and all(map(parts.freeze, ends)):
+            errors.append(
+                FlagError(
+                    "--decoupled-lr",
+                    rate,
+                    "is for the embedding and the output layer, which are frozen",
+                    "leave it out",
+                )
+            )
         if errors:
             raise ConfigError(errors)

@@ -73,7 +73,7 @@ GPT = Program(
     _MODEL + "--train-iters 4 --mock-data --tokenizer-type NullTokenizer --vocab-size 127 "
     "--make-vocab-size-divisible-by 16",
     _gpt,
-    ("whole", *LAYERS, "lora", "loss", "data", "tokenizer", "text_sample", *ENGINE),
+    ("whole", *LAYERS, "lora", "freeze", "loss", "data", "tokenizer", "text_sample", *ENGINE),
 )
 
 _CHATS = (
@@ -87,7 +87,7 @@ SFT = Program(
     "pretrain_gpt.py",
     " ".join(joined([GPT.base.split(), _CHATS.split()])),
     _gpt,
-    ("whole sft", "sft", "lora", "loss"),
+    ("whole sft", "sft", "lora", "freeze", "loss"),
     (*LAYERS, "data", "tokenizer", "text_sample", *ENGINE),
 )
 
@@ -110,7 +110,7 @@ FLOW = Program(
     _video,
     (
         "whole flow",
-        *"video joint mmdit hunyuan video_dit flow conditions text_dropout sample lora".split(),
+        *"video joint mmdit hunyuan video_dit flow conditions text_dropout sample lora freeze".split(),
     ),
     ("codec", "text_encoder", "encode", *ENGINE),
     _flow_layout,

@@ -24,13 +24,15 @@ from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.update import update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.text.task import GPT
+from megatron_ext.text.task import GPT, TEXT
+from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
+from megatron_ext.train.main import main
 from tests.layers import plain
 from tests.layers.test_lora import TIED, loss_of, near
 from tests.layers.test_mtp_layout import assert_same
 from tests.numerics.stock import gpt_chunk, gpt_config
 from tests.ranks import ranks
-from tests.training_runs import SAME_WEIGHTS, mock_data
+from tests.training_runs import SAME_WEIGHTS, SMALL, mock_data, train_steps
 
 CONSTANT = "--lr 1e-2 --min-lr 1e-2 --lr-decay-style constant --clip-grad 0.5".split()
 STEPS = 3
@@ -196,8 +198,9 @@ def test_names_of_parts(name: str, places: list[int]) -> None:
     part = Part.of(name)
     assert part is not None
     assert [n for n, parameter in enumerate(PARAMETERS) if part.holds(parameter)] == places
-    frozen, alone = FrozenParts(FreezeConfig(freeze=[name])), FrozenParts(
-        FreezeConfig(freeze_all_but=[name])
+    frozen, alone = (
+        FrozenParts(FreezeConfig(freeze=[name])),
+        FrozenParts(FreezeConfig(freeze_all_but=[name])),
     )
     assert all(frozen.freeze(x) != alone.freeze(x) for x in PARAMETERS)
 
@@ -220,7 +223,7 @@ def test_a_model_of_ones_own_tells_of_parts_that_it_lacks(context: ParallelConte
     words = "--pipeline-model-parallel-size 2 --freeze".split()
     for names, message in {
         "layers.0-2": r"`--freeze` \(layers.0-2\) names layers that this model lacks \(layers.2\)",
-        "atention": r"`--freeze` \(atention\) names no part of this model; did you mean attention\?",
+        "atention": r"`--freeze` \(atention\) names no part of this model; did you mean attention",
         "embeddings layers decoder output": "freezes all of this model",
     }.items():
         run = gpt_config(*words, *names.split(), world_size=2)
@@ -228,3 +231,45 @@ def test_a_model_of_ones_own_tells_of_parts_that_it_lacks(context: ParallelConte
         build = partial(build_chunks, build_gpt_chunk, run, transformer_config, context)
         with pytest.raises(ConfigError, match=message):
             build()
+
+
+SHARDED = {
+    "optim_grads": "--data-parallel-sharding-strategy optim_grads --ddp-bucket-size 2000",
+    "optim_grads_params": "--data-parallel-sharding-strategy optim_grads_params",
+    "offload": "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_shared_state_trains_as_state_that_is_not(optimizer: str, tmp_path: Path) -> None:
+    """Losses and norms agree; on the second stage of two, all or a part is trained."""
+    words = f"--freeze embeddings layers.0-1 norms --optimizer {optimizer} --train-iters 4"
+    layout = "--pipeline-model-parallel-size 2"
+    flags = [*SAME_WEIGHTS, *mock_data(), *words.split(), *layout.split()]
+    truth = train_steps(flags, tmp_path / "plain", 4)
+    for name, more in SHARDED.items():
+        if optimizer == "muon" and name == "offload":
+            continue
+        rows = train_steps([*flags, *more.split()], tmp_path / name, 4)
+        for row, want in zip(rows, truth, strict=True):
+            for key in ("lm loss", "grad_norm"):
+                assert row[key] == pytest.approx(want[key], rel=1e-6), (name, row["iteration"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--freeze layers.1-4", r"`--freeze` (layers.1-4) names layers that this model lacks (layers.4); numbers"),
+        ("--freeze-all-but linear_qvk", "`--freeze-all-but` (linear_qvk) names no part of this model; did you mean linear_qkv?"),
+        ("--freeze router", "`--freeze` (router) names no part of this model; use embeddings, output, attention, mlp, norms, layers."),
+        ("--freeze output", "`--freeze` (output) is the word embedding of this model, which is tied; use embeddings."),
+        ("--freeze embeddings decoder", "(embeddings decoder) freezes all of this model, and nothing would be trained; name"),
+        ("--freeze embeddings --decoupled-lr 0.1", "`--decoupled-lr` (0.1) is for the embedding and the output layer, which are frozen"),
+    ],
+)  # fmt: skip
+def test_parts_that_a_model_lacks_are_refused_before_ranks_start(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(TEXT, [*SMALL, *words.split()]) == EXIT_CODE_USER_ERROR
+    assert message in capsys.readouterr().err

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from megatron.core import parallel_state
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_ext.config.run import RunConfig
+from megatron_ext.layers import frozen
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim import builder
@@ -42,7 +44,10 @@ from tests.planning.measure import KINDS, state_bytes
 def built(task: Any, config: RunConfig, context: ParallelContext) -> tuple[list[Any], Any]:
     """Return the model chunks of a rank, and the TransformerConfig that they share."""
     transformer_config = build_transformer_config(config)
-    return build_chunks(task.model_chunk, config, transformer_config, context), transformer_config
+    # The ranks that have the other parts are not there.
+    with mock.patch.object(frozen, "check_found"):
+        chunks = build_chunks(task.model_chunk, config, transformer_config, context)
+    return chunks, transformer_config
 
 
 def check_state(task: Any, network: Network) -> None:

@@ -214,7 +214,8 @@ def state_bytes(chunks: Sequence[Any], optimizer: Any, ema: ShardedEMA | None) -
 
 def _optimizer_tensors(optimizer: Any) -> Iterable[torch.Tensor]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in part.optimizer.param_groups:
+        # The optimizer of dense weights is none on a rank that trains experts alone.
+        for group in [] if part.optimizer is None else part.optimizer.param_groups:
             for parameter in group["params"]:
                 held = part.optimizer.state[parameter].values()
                 yield from (x for x in (parameter, *held) if torch.is_tensor(x))

@@ -137,6 +137,29 @@ def test_experts_that_the_first_stage_lacks_resume(optimizer: str, tmp_path: Pat
     _assert_close(short("other", load, 2), whole[2:], 1e-6)
 
 
+def test_frozen_layers_resume_in_another_layout_and_may_be_freed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first stage trains nothing; averages of frozen weights are the weights themselves."""
+    frozen = "--freeze embeddings layers.0-1 --ema-decay 0.9".split()
+    save = tmp_path / "save"
+    load = ("--load", str(save))
+    whole = _rows(tmp_path / "whole", *frozen)
+    _rows(save, *frozen, "--exit-interval", "4")
+    two = "--pipeline-model-parallel-size 2 --exit-interval 8".split()
+    _rows(save, *frozen, *load, *two, ranks=2)
+    rows = _rows(save, *frozen, *load, "--tensor-model-parallel-size", "2", ranks=4)
+    _assert_close(rows, whole, 1e-6)
+    capfd.readouterr()
+    more = "--ema-decay 0.9 --train-iters 14 --override-opt-param-scheduler".split()
+    _rows(tmp_path / "free", *load, *more)
+    said = capfd.readouterr().out
+    assert "> Other weights are trained than by the run that saved" in said
+    assert (
+        "> The optimizer starts anew" in said and "`--freeze` (left out, before embeddings" in said
+    )
+
+
 @pytest.mark.slow
 def test_runs_resume_in_another_layout_with_and_without_sharded_gradients(tmp_path: Path) -> None:
     """Averages of the weights and checks of the replicas are on; all agree within 1e-6."""

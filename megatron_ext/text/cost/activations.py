@@ -13,7 +13,7 @@ adapter (`layers.lora`) does.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.config.lora_targets import adapts
 from megatron_ext.planning.stages import (
@@ -41,7 +41,8 @@ class Activations(GptRun):
         """Return the bytes that a norm keeps besides its input, which is ``[tokens, size]``."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
-        return rms_norm(self.sizes, tokens, size, frozen=not self.trains)
+        frozen = not self.trains or self.freezes("decoder.final_layernorm.weight")
+        return rms_norm(self.sizes, tokens, size, frozen=frozen)
 
     def input_norm(self) -> int:
         """Return the bytes kept for the norm before attention or an MLP, including its output."""
@@ -302,11 +303,46 @@ class Activations(GptRun):
         attended = not (self.attends_eagerly or self.recomputes("core_attn"))
         if not self.trains:
             return self._adapters(number, attended=attended)
-        if not (self.sizes.in_8_bits(fp8, number) and fp8.fp8_wgrad):
-            return 0
         inputs = self._inputs(number)
+        saved = self._inputs_of_frozen(inputs, number, attended=attended)
+        if not (self.sizes.in_8_bits(fp8, number) and fp8.fp8_wgrad):
+            return -saved * width
         proj = inputs.pop("linear_proj")
-        return (proj if attended else -proj * (width - 1)) - sum(inputs.values()) * (width - 1)
+        proj_kept = proj if attended else -proj * (width - 1)
+        return proj_kept - sum(inputs.values()) * (width - 1) - saved
+
+    def _inputs_of_frozen(self, inputs: dict[str, int], number: int, *, attended: bool) -> int:
+        """Return the number of elements that frozen linear layers of a layer do not keep.
+
+        The arguments are those of `_adapters`, and the layer's number in the model.
+        """
+        experts = ".experts" if self.sizes.experts[number] else ""
+        modules = {"linear_fc1": f"mlp{experts}", "linear_fc2": f"mlp{experts}"}
+        return sum(
+            numbers
+            for name, numbers in inputs.items()
+            if not (name == "linear_proj" and attended)
+            and self.freezes(
+                f"decoder.layers.{number}.{modules.get(name, 'self_attention')}.{name}.weight"
+            )
+        )
+
+    def _idle(self, stage: Stage) -> int | None:
+        """Return how many layers of a stage come before all that is trained, and keep nothing.
+
+        None says that this is so of the whole stage. Layers that are recomputed as a whole keep
+        their inputs whatever is trained.
+        """
+        if self.frozen is None or not stage.embedding:
+            return 0
+        if all(weight.frozen for weight in self.parameters(stage)):
+            return None
+        nothing = stage.only()
+        ends = self.weights(replace(nothing, embedding=True))
+        if self.config.model.recompute_granularity == "full" or not all(x.frozen for x in ends):
+            return 0
+        frozen = [all(x.frozen for x in self.weights(stage.only(n))) for n in stage.layers]
+        return next((n for n, each in enumerate(frozen) if not each), len(frozen))
 
     def _inputs(self, number: int) -> dict[str, int]:
         """Return the number of elements in the input of each linear layer of layer ``number``.
@@ -375,7 +411,13 @@ class Activations(GptRun):
     def activations(self, stage: Stage) -> LayerBytes:
         sizes = self.sizes
         parts = []
+        idle = self._idle(stage)
+        if idle is None:
+            # Its forward pass has the tensors of half a layer at a time.
+            halves = self.attention(), self.mlp(any(sizes.experts[n] for n in stage.layers))
+            return LayerBytes(0, self.residual + max(half.kept for half in halves))
         layers = self._layers(stage)
+        layers[:idle] = [LayerBytes(0, 0)] * idle
         if self.config.offload.moves_activations:
             from megatron_ext.text.cost.offload import with_moved
 
@@ -452,5 +494,9 @@ class Activations(GptRun):
             return LayerBytes(kept, logits * sizes.width + self.table * sizes.width + hidden)
         width = sizes.width if sizes.gpu else FP32 + (FP32 if sizes.half else 0)
         block = min(self.loss_rows, sizes.tokens) * vocabulary * width
-        gradients = self.table * FP32 * self.trains + self.residual
+        head = "output_layer.weight"
+        if not self.config.model.untie_embeddings_and_output_weights:
+            head = "embedding.word_embeddings.weight"
+        trains_head = self.trains and not self.freezes(head)
+        gradients = self.table * FP32 * trains_head + self.residual
         return LayerBytes(losses * gradients, block + losses * hidden)

@@ -23,6 +23,7 @@ from megatron_ext.text.cost.products import (
 )
 
 if TYPE_CHECKING:
+    from megatron_ext.config.frozen_parts import FrozenParts
     from megatron_ext.planning.kernels import Work
 
 
@@ -145,13 +146,22 @@ class GptRun(Network):
             for number, (experts, windowed) in enumerate(zip(x.experts, self.windowed, strict=True))
         ]
 
-    def _frozen(self, number: int) -> Sequence[bool]:
-        """Return, for each frozen range of layers, whether layer ``number`` is in it."""
+    @cached_property
+    def frozen(self) -> "FrozenParts | None":
+        """Return the parts that the flags freeze; None without such flags."""
         if not self.config.freeze.is_used:
-            return ()
+            return None
         from megatron_ext.config.frozen_parts import FrozenParts
 
-        return FrozenParts(self.config.freeze).ranges_with(number)
+        return FrozenParts(self.config.freeze)
+
+    def freezes(self, name: str) -> bool:
+        """Return whether flags freeze a parameter, by its name in the whole model."""
+        return self.frozen is not None and self.frozen.freeze(name)
+
+    def _frozen(self, number: int) -> Sequence[bool]:
+        """Return, for each frozen range of layers, whether layer ``number`` is in it."""
+        return () if self.frozen is None else self.frozen.ranges_with(number)
 
     def unlike(self, layers: Sequence[int]) -> list[tuple[int, int]]:
         """Return one layer of each kind among ``layers``, and how many of them are of its kind."""

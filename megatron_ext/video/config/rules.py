@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.config.flags import changed, changed_fields, default_of, flags_of, spelling_of
 from megatron_ext.config.inapplicable import Inapplicable, longer_than_run, names_of
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
+from megatron_ext.config.optimizer import ALL_TARGETS, FreezeConfig, LoraConfig
 from megatron_ext.config.run import RunConfig, section_name
 from megatron_ext.config.training import LossConfig, TrainingConfig
 from megatron_ext.errors import ConfigError, FlagError
@@ -140,6 +140,10 @@ UNUSED_IN_STREAMING = (
     _unused(
         names_of(VideoConfig, *_OF_FLOW, but=("task",)),
         says="has no effect with `--task streaming`, whose data is prompts",
+    ),
+    _unused(
+        names_of(FreezeConfig),
+        says="does not go with `--task streaming`, which trains whole networks or LoRA adapters",
     ),
     _unused(
         "sample-steps sample-text-scale sample-image-scale sample-oscillation "

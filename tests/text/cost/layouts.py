@@ -89,6 +89,12 @@ PEAKS = {
     "--pipeline-model-parallel-size 2 --nproc-per-node 2",
     "lora tied pp2": "--lora-rank 4 --no-untie-embeddings-and-output-weights "
     "--pipeline-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 2",
+    "frozen pp2": "--freeze embeddings layers.0-1 layers.3.attention norms --ema-decay 0.9 "
+    "--pipeline-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 2",
+    "frozen tied pp2": "--freeze embeddings mlp --no-untie-embeddings-and-output-weights --bf16 "
+    "--pipeline-model-parallel-size 2 --nproc-per-node 2",
+    "frozen moe": "--freeze-all-but experts --num-experts 4 --expert-model-parallel-size 2 "
+    "--moe-ffn-hidden-size 96 --moe-aux-loss-coeff 0.01 --nproc-per-node 2",
     "moe two hops": "--num-experts 8 --moe-router-topk 4 --expert-model-parallel-size 4 "
     "--moe-ffn-hidden-size 96 --moe-token-dispatcher-type flex --moe-ranks-per-node 2 "
     "--nproc-per-node 4",
