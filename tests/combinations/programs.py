@@ -110,7 +110,8 @@ FLOW = Program(
     _video,
     (
         "whole flow",
-        *"video joint mmdit hunyuan video_dit flow conditions text_dropout sample lora freeze".split(),
+        *"video joint mmdit hunyuan video_dit flow conditions text_dropout sample".split(),
+        *"lora freeze".split(),
     ),
     ("codec", "text_encoder", "encode", *ENGINE),
     _flow_layout,
