@@ -20,12 +20,16 @@ no conversion; an imported checkpoint is for --pretrained-checkpoint, and in --t
 for --critic-checkpoint and --teacher-checkpoint, in any layout. The network of --task flow and its
 averages can be exported; of a streaming run the generator, its averages and the critic.
 
+verify FOLDER accounts for each tensor of a language model, compares logits with transformers', and
+says after which layer the first difference is. It exits with 1 if anything is wrong.
+
 Runs in one process on the CPU. Exit code 0, or 2 after a user's error.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -35,6 +39,7 @@ from typing import Any
 from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.config.flags import COUNT, NATURAL, SIZE
 from megatron_ext.config.precision import PRECISIONS
+from megatron_ext.disk.writing import write_error, write_text
 from megatron_ext.errors import (
     CheckpointError,
     MegatronExtError,
@@ -55,6 +60,9 @@ ForeignImport = later(f"{_FOREIGN}:ForeignImport")
 import_foreign = later(f"{_FOREIGN}:import_foreign")
 export_model = later(f"{_LANGUAGE_MODELS}:export_model")
 import_model = later(f"{_LANGUAGE_MODELS}:import_model")
+_VERIFYING = "megatron_ext.text.convert.verifying"
+Verify = later(f"{_VERIFYING}:Verify")
+verify_folder = later(f"{_VERIFYING}:verify_folder")
 _VIDEO_MODELS = "megatron_ext.video.convert"
 ExportOfVideo = later(f"{_VIDEO_MODELS}.exporting:Export")
 export_video = later(f"{_VIDEO_MODELS}.exporting:export_weights")
@@ -70,12 +78,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_import(commands.add_parser("import", help="Hugging Face model -> checkpoint"))
     _add_export(commands.add_parser("export", help="checkpoint -> Hugging Face model"))
-    for command in commands.choices.values():
+    for command in list(commands.choices.values()):
         command.add_argument(
             "--dtype",
             choices=PRECISIONS,
             help="dtype of the weights to write (default: the source's)",
         )
+    about = "account for each tensor of a Hugging Face model, and compare it with transformers"
+    _add_verify(commands.add_parser("verify", help=about))
     return parser
 
 
@@ -172,6 +182,25 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     video.add_argument(
         "--prefix", help="text before all names of a file, such as model.diffusion_model. (none)"
     )
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, help="folder of a language model")
+    parser.add_argument(
+        "--load",
+        type=Path,
+        help="folder of checkpoints, whose weights are compared with the folder's, and give the "
+        "logits",
+    )
+    parser.add_argument(
+        "--ckpt-step", type=NATURAL.integer, help="iteration of the checkpoint to read (the latest)"
+    )
+    parser.add_argument(
+        "--no-logits",
+        action="store_true",
+        help="compare no logits, for which both models in float32 must fit into memory",
+    )
+    parser.add_argument("--json", type=Path, help="file for the whole report as JSON")
 
 
 _LANGUAGE = (
@@ -283,6 +312,26 @@ def _export(args: argparse.Namespace) -> None:
     print(f"{args.load} -> {args.hf}")
 
 
+def _verify(args: argparse.Namespace) -> int:
+    """Verify a folder; return 0 if it is right, else 1."""
+    if holds_video_weights(args.folder):
+        raise CheckpointError(
+            f"{args.folder} is a video model, but `verify` is for language models; import it, "
+            "which accounts for its tensors too."
+        )
+    if args.json is not None:
+        error = write_error("--json", str(args.json), is_file=True)
+        if error is not None:
+            raise CheckpointError(str(error))
+    order = Verify(args.folder, args.load, args.ckpt_step, logits=not args.no_logits)
+    found = verify_folder(order)
+    for line in found.lines():
+        print(line)
+    if args.json is not None:
+        write_text(args.json, json.dumps(found.as_json(), indent=2) + "\n")
+    return 0 if found.is_right else 1
+
+
 def main(argv: Sequence[str]) -> int:
     """Convert a model; return the exit code."""
     args = _parser().parse_args(argv)
@@ -290,6 +339,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     silence_known_warnings("cpu")
     try:
+        if args.command == "verify":
+            return _verify(args)
         (_import if args.command == "import" else _export)(args)
     except MegatronExtError as error:
         tell_errors(error.messages)

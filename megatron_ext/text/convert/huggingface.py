@@ -88,7 +88,7 @@ def export_model(order: Export) -> list[str]:
     Raise a CheckpointError for a model that fits none of `FAMILIES`, or an unusable folder.
     """
     stored = read_run_config(order.load, order.step)
-    config = _stored_run(order, stored)
+    config = stored_run(order, stored)
     like = config.section(HuggingFaceConfig).model()
     if order.like is not None:
         like = read_model(order.like)
@@ -164,7 +164,7 @@ def build_bare(config: RunConfig, context: ParallelContext) -> Any:
     return chunk
 
 
-def _stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
+def stored_run(order: Export, stored: dict[str, Any]) -> RunConfig:
     precision = stored.get("precision") or {}
     words = [f"--{name}" for name in ("bf16", "fp16") if precision.get(name)]
     words += [*NO_TRAINING, "--load", str(order.load)]
@@ -244,7 +244,7 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
     model = without_missing_depths(read_model(order.source))
     conversion.refuse_checkpoints(order.save)
     dtype = order.dtype or check_one_dtype(model)
-    words = _words(model, order, dtype)
+    words = words_of_model(model, order, dtype)
     keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
     flags = [*words, *NO_TRAINING, *keeping]
     config = parse_args(flags, TEXT, world_size=1, device="cpu").config
@@ -269,15 +269,24 @@ It is relative to the largest logit.
 @torch.no_grad()
 def reference_logits(model: HuggingFaceModel) -> tuple[Tensor, Tensor]:
     """Return random tokens ``[1, s]``, and transformers' float32 logits ``[1, s, v]`` for them."""
+    tokens = reference_tokens(model)
+    return tokens, reference_model(model).eval()(tokens).logits
+
+
+def reference_tokens(model: HuggingFaceModel) -> Tensor:
+    """Return random tokens of the model's vocabulary, ``[1, s]``, the same in each call."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.vocab_size, (1, 16), generator=generator)
+
+
+def reference_model(model: HuggingFaceModel) -> Any:
+    """Return transformers' model of a folder in float32."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(model.vocab_size, (1, 16), generator=generator)
     kind = AutoModelForCausalLM if model.wrapping is None else AutoModelForImageTextToText
-    reference = kind.from_pretrained(model.path.parent, dtype=torch.float32, local_files_only=True)
-    return tokens, reference.eval()(tokens).logits
+    return kind.from_pretrained(model.path.parent, dtype=torch.float32, local_files_only=True)
 
 
 @torch.no_grad()
@@ -300,7 +309,7 @@ def compare_logits(chunk: Any, model: HuggingFaceModel, tokens: Tensor, theirs: 
     return f"logits differ from those of transformers by {difference:.1e} of the largest"
 
 
-def _words(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
+def words_of_model(model: HuggingFaceModel, order: Import, dtype: str) -> list[str]:
     if min(order.make_vocab_size_divisible_by, order.tensor_parallel_size) < 1:
         raise CheckpointError(
             f"`--make-vocab-size-divisible-by` ({order.make_vocab_size_divisible_by}) and "

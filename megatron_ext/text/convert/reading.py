@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -247,12 +247,12 @@ class WeightFolder(TensorFolder):
             )
         check_dtype(self.folder, name, kind, kind)
 
-    def whole(self, name: str) -> Tensor:
-        """Return the values of a whole weight."""
+    def whole(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Return the values of a whole weight; those of a quantized one in ``dtype``."""
         if name not in self.quantized:
             return self.tensor(name)
         *lead, rows, columns = self.quantized[name].shape
-        values = torch.empty((*lead, rows, columns), dtype=torch.bfloat16)
+        values = torch.empty((*lead, rows, columns), dtype=dtype)
         for own in itertools.product(*map(range, lead)):
             index: Index = (*own, slice(0, rows), slice(0, columns))
             self.copy(name, index, values[own], transposed=False)
@@ -356,6 +356,20 @@ def beyond_decoder(tensors: Iterable[str], num_layers: int) -> set[str]:
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
+def reasons_to_skip(
+    source: WeightFolder, table: Table, extra: Collection[str], num_layers: int
+) -> dict[str, str]:
+    """Return the tensors, of those that no parameter needs, that are left out for a reason."""
+    skipped = {
+        name: "the frequencies of rotary positions are computed"
+        for name in extra
+        if name.endswith("rotary_emb.inv_freq")
+    }
+    without_place = dict.fromkeys(table.without_place(extra), "it has no place in our model")
+    depths = dict.fromkeys(beyond_decoder(extra, num_layers), "it is of multi-token prediction")
+    return without_place | depths | skipped
+
+
 def check_tensors(
     source: WeightFolder, table: Table, needs: Shapes, num_layers: int, vocab_size: int
 ) -> None:
@@ -372,8 +386,7 @@ def check_tensors(
                 f"config.json implies {list(shape)}; copy the whole model again."
             )
     extra = shapes.keys() - needs.keys()
-    extra = {x for x in extra if not x.endswith("rotary_emb.inv_freq") and x not in table.copies}
-    extra -= beyond_decoder(extra, num_layers) | table.without_place(extra)
+    extra -= table.copies.keys() | reasons_to_skip(source, table, extra, num_layers).keys()
     embedding, head = (table.outer[name][0].tensor for name in (EMBEDDING, HEAD))
     if head in extra:
         if not torch.equal(source.whole(head), source.whole(embedding)):

@@ -55,6 +55,11 @@ class Stored:
     shape: tuple[int, ...]
     flipped: ClassVar[bool] = False
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Return the names of the tensors that hold the weight together."""
+        raise NotImplementedError
+
     def values(
         self, folder: TensorFolder, lead: Sequence[int | slice], rows: slice, columns: slice
     ) -> Tensor:
@@ -101,6 +106,10 @@ class Scaled(Stored):
     block: tuple[int, int] | None
     rounded: bool
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.name, self.scales, self.zeros)))
+
     def values(
         self, folder: TensorFolder, lead: Sequence[int | slice], rows: slice, columns: slice
     ) -> Tensor:
@@ -142,6 +151,10 @@ class Microscaled(Stored):
     scales: str
     flipped: ClassVar[bool] = True
 
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return self.blocks, self.scales
+
     def values(
         self, folder: TensorFolder, lead: Sequence[int | slice], rows: slice, columns: slice
     ) -> Tensor:
@@ -172,6 +185,10 @@ class Packed(Stored):
     zeros: str | None
     bits: int
     group: int
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.words, self.scales, f"{self.name}_shape", self.zeros)))
 
     def values(
         self, folder: TensorFolder, lead: Sequence[int | slice], rows: slice, columns: slice
@@ -252,6 +269,7 @@ class Finder:
         for name in sorted(self._names):
             weight = self._weight(name)
             if weight is not None:
+                self.parts.update(weight.tensors)
                 self._check_listed(weight.name)
                 self.weights[weight.name] = weight
         for name in self._names - self.parts:
@@ -282,7 +300,6 @@ class Finder:
             self._refuse(name, f"as {self._kind(name)} {[*lead, groups, size]}, which must be U8 "
                          f"[..., rows, blocks, {MX_BLOCK // 2}]")  # fmt: skip
         self._check_shape(scales, [*lead, groups], name)
-        self.parts |= {name, scales}
         shape = (*lead[:-1], groups * MX_BLOCK, lead[-1])
         return Microscaled(plain, shape, name, scales)
 
@@ -299,7 +316,6 @@ class Finder:
         has_zeros = zeros in self._names
         if has_zeros:
             self._check_shape(zeros, self._folder.shape(scales), scales)
-        self.parts |= {name, scales} | ({zeros} if has_zeros else set())
         shape = self._folder.shape(name)
         block = group.block if group is not None else self._quantization.block
         return Scaled(
@@ -353,7 +369,6 @@ class Finder:
             self._partner(name, zeros, ("I32",))
             rows = -(-shape[0] * group.num_bits // 32)
             self._check_shape(zeros, [rows, self._folder.shape(scales)[1]], name)
-        self.parts |= {name, scales, sizes} | ({zeros} if zeros else set())
         return Packed(plain, shape, name, scales, zeros, group.num_bits, block[1])
 
     def _partner(self, name: str, other: str, kinds: Sequence[str]) -> str:

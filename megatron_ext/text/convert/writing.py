@@ -215,6 +215,22 @@ def write_model(
     from_all_ranks(None, fault)
 
 
+def gathered_tensors(
+    chunk: torch.nn.Module,
+    context: ParallelContext,
+    table: Table,
+    num_layers: int,
+    dtype: torch.dtype,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the Hugging Face tensors of a whole model on one rank, by name, one at a time."""
+    sender = _Sender([chunk], context, lambda parameter: parameter)
+    plan = Plan.of(table, [sender.describe()], num_layers, dtype)
+    for name in plan.tensors:
+        values = sender.gather(plan, name)
+        assert values is not None
+        yield name, values
+
+
 class StoredTensors:
     """The tensors in the files of a folder, some of which store a weight together.
 

@@ -17,7 +17,7 @@ from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert import reading, training, writing
 from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.convert.config import config_json, read_model
-from megatron_ext.text.convert.huggingface import Export, _stored_run, _vocab_size
+from megatron_ext.text.convert.huggingface import Export, _vocab_size, stored_run
 from megatron_ext.text.convert.reading import (
     WeightFolder,
     beyond_decoder,
@@ -277,10 +277,10 @@ def test_depths_may_lack_weights_where_they_are_drawn(
 def test_an_export_reads_what_was_asked_for(tmp_path: Path) -> None:
     """Averages belong to the state of a run, so that a run is resumed for them."""
     stored = config_of([*SMALL, "--fp16"]).to_dict()
-    plain = _stored_run(Export(tmp_path, tmp_path), stored)
+    plain = stored_run(Export(tmp_path, tmp_path), stored)
     assert (plain.precision.fp16, plain.checkpoint.finetune) == (True, True)
     assert plain.checkpoint.ckpt_step is None
-    averaged = _stored_run(Export(tmp_path, tmp_path, step=0, ema=True), stored)
+    averaged = stored_run(Export(tmp_path, tmp_path, step=0, ema=True), stored)
     assert not averaged.checkpoint.finetune
     assert averaged.checkpoint.no_load_optim and averaged.checkpoint.no_load_rng
     assert averaged.checkpoint.ckpt_step == 0
