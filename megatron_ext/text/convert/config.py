@@ -432,7 +432,7 @@ def config_json(
         key = like.family.key_of("max_position_embeddings")
         return {**content, key: max(gpt.positions.max_position_embeddings or 0, longest)}
     # Without these entries transformers would assume the token ids of the first Llama.
-    own |= {"bos_token_id": None, "eos_token_id": None, **(special_tokens or {})}
+    own |= {**_NO_TOKENS, **(special_tokens or {})}
     return {**own, **_fitting(gpt)[1]}
 
 
@@ -444,10 +444,13 @@ def fitting_family(gpt: Gpt) -> Family:
     return _fitting(gpt)[0]
 
 
+_NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+
+
 def _fitting(gpt: Gpt) -> tuple[Family, dict[str, Any]]:
     best: tuple[str, list[tuple[str, Any, Any]]] | None = None
     # transformers warns of special tokens beyond the vocabulary, as its defaults would be.
-    tokens = {"vocab_size": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    tokens = {"vocab_size": 1, **_NO_TOKENS}
     ours = architecture_of(gpt)
     for name, family in FAMILIES.items():
         # transformers need not be asked about a family that differs too much in any case.

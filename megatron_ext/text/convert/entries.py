@@ -393,12 +393,15 @@ class Window(_Unlimited):
         switch: name of the entry that turns the window on; None if there is none.
         types: whether ``layer_types`` is written "always", only with a "window", or "never".
         also: names of entries from which transformers derives ``layer_types``.
+        keeps: whether a window is kept that no sequence exceeds, since its layers have positions of
+            their own.
     """
 
     key: str = "sliding_window"
     switch: str | None = None
     types: str = "never"
     also: tuple[str, ...] = ()
+    keeps: bool = False
     fields: tuple[str, ...] = ("window_size", "window_attn_skip_freq")
 
     @property
@@ -409,7 +412,7 @@ class Window(_Unlimited):
         settings.read.update(self.also)
         if self.switch and not settings[self.switch]:
             return {}
-        return window_fields(settings, settings[self.key])
+        return window_fields(settings, settings[self.key], keeps=self.keeps)
 
     def write(self, gpt: Gpt) -> dict[str, Any]:
         window = gpt.attention.window_size
@@ -458,11 +461,15 @@ class RotaryInWindows(Window):
         return entries
 
 
-def window_fields(settings: Settings, window: int | None) -> Fields:
-    """Return the configuration fields for a window of ``window`` tokens; {} if none has it."""
+def window_fields(settings: Settings, window: int | None, *, keeps: bool = False) -> Fields:
+    """Return the configuration fields for a window of ``window`` tokens; {} if none has it.
+
+    A window that no sequence exceeds counts as none, unless ``keeps``.
+    """
     kinds = settings["layer_types"]
     has = [int(kind == WINDOWED) for kind in kinds or [WINDOWED]]
-    if not window or window >= settings["max_position_embeddings"] or not any(has):
+    exceeded = window and (keeps or window < settings["max_position_embeddings"])
+    if not exceeded or not any(has):
         return {}
     fields: Fields = {"window_size": (int(window) - 1, 0)}
     return fields if all(has) else fields | {"window_attn_skip_freq": list_flag(has)}

@@ -59,6 +59,10 @@ class Settings:
     read: set[str] = field(default_factory=set)
     ignored: list[str] = field(default_factory=list)
 
+    def replaced(self, **values: Any) -> Settings:
+        """Return these settings with other values; what is read there is read here too."""
+        return dataclasses.replace(self, values={**self.values, **values})
+
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
         return self.values.get(key)
@@ -307,6 +311,7 @@ def architecture_of(gpt: Gpt) -> Fields:
     window = gpt.attention.window_size
     fields["window_size"] = None if window is None else tuple(window)
     fields["window_attn_skip_freq"] = gpt.attention.windowed_layers(model)
+    fields["no_rope_freq"] = layers_without_rope(positions.no_rope_freq, model.num_layers or 0)
     fields["rope_scaling"] = positions.scaling()
     layers = model.num_layers or 0
     fields["no_rope_freq"] = layers_without_rope(positions.no_rope_freq, layers)

@@ -1,9 +1,8 @@
 """Gemma 3, text only: Gemma 2 with query and key norms, and a separate rotary base for windows."""
 
-import dataclasses
 from typing import Any
 
-from megatron_ext.text.convert.entries import WINDOWED, Rotary, Translated
+from megatron_ext.text.convert.entries import WINDOWED, Rotary, Translated, Window
 from megatron_ext.text.convert.families import gemma2
 from megatron_ext.text.convert.family import Fields, Gpt, Settings
 
@@ -14,10 +13,11 @@ ROTARY = Rotary()
 def _read_rotary(settings: Settings) -> Fields:
     """Layers with a sliding window have a separate rotary base, and unscaled positions."""
     rotary = {kind: dict(settings["rope_parameters"][kind]) for kind in (FULL, WINDOWED)}
-    own = dataclasses.replace(settings, values={**settings.values, "rope_parameters": rotary[FULL]})
-    fields = ROTARY.read(own)
+    fields = ROTARY.read(settings.replaced(rope_parameters=rotary[FULL]))
     if rotary[WINDOWED].get("rope_type", "default") != "default":
         settings.refuse("rope_parameters", rotary)
+    if WINDOWED not in settings["layer_types"] or not settings["sliding_window"]:
+        return fields
     return fields | {"rope_local_base_freq": float(rotary[WINDOWED]["rope_theta"])}
 
 
@@ -45,6 +45,6 @@ FAMILY = gemma2.FAMILY.but(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     says="norms of queries and keys, two rotary bases",
-    entries=(TWO_BASES,),
+    entries=(Window(types="always", keeps=True), TWO_BASES),
     fixed={"qk_layernorm": True},
 )
