@@ -24,6 +24,7 @@ VISION = {
     "image_size": 16, "patch_size": 8,
 }  # fmt: skip
 WHOLE: dict[str, dict[str, Any]] = {
+    "mistral3": {"spatial_merge_size": 2, "image_token_index": 299, "vision_config": VISION},
     "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 299, "vision_config": VISION},
 }
 """Entries of config.json beside those of the text part, by `model_type`."""

@@ -48,6 +48,8 @@ MODULES = {
     "cwm": "cwm",
     "internlm3": "internlm3",
     "olmo": "olmo",
+    "granite_swa": "granite_swa",
+    "youtu": "youtu",
     # decoders with experts
     "kimi_k2": "kimi_k2",
     "glm4_moe_lite": "glm4_moe_lite",
@@ -65,13 +67,21 @@ A model trained from scratch is exported as the first family that fits.
 LACKING: dict[str, str] = {
     # linear attention and state spaces
     # other
+    "gemma3n_text": "embeddings for each layer",
+    "gemma4_text": "heads of another size in layers without a window",
+    "llama4_text": "attention within chunks of the sequence",
+    "mllama_text_model": "cross-attention to images",
+    "laguna": "numbers of heads that differ from layer to layer",
 }
 """The part that no layer here has, in words, for each `model_type` that is refused by name."""
 
 
 MULTIMODAL = {
     kind.model_type: kind
-    for kind in (Multimodal("gemma3", "Gemma3ForConditionalGeneration", ("gemma3_text",)),)
+    for kind in (
+        Multimodal("gemma3", "Gemma3ForConditionalGeneration", ("gemma3_text",)),
+        Multimodal("mistral3", "Mistral3ForConditionalGeneration", ("ministral3", "mistral")),
+    )
 }
 """Multimodal models of which the text part can be converted, by `model_type`."""
 

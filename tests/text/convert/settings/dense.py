@@ -21,6 +21,9 @@ LLAMA3: dict[str, Any] = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+LATENT: Settings = {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10,
+}  # fmt: skip
 GRANITE: Settings = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.07,
     "logits_scaling": 6.0,
@@ -94,6 +97,19 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
     "internlm3": (
         ODD | {"num_attention_heads": 4},
         ONE_KEY | TIED | {"head_dim": 16, "qkv_bias": True, "bias": True},
+    ),
+    "granite_swa": (
+        GRANITE | SOME | TIED | {"layer_rope_theta": [1e4, 5e5]},
+        ONE_KEY | UNTIED | {
+            "sliding_window": 8, "layer_types": ["sliding_attention"] * 2,
+            "layer_rope_theta": [0, 300.0],
+        },
+    ),
+    "youtu": (
+        LATENT | UNTIED | {"q_lora_rank": 20, "num_key_value_heads": 4},
+        LATENT | TIED | {"q_lora_rank": None, "num_key_value_heads": 4, "rope_scaling": {
+            **YARN, "mscale": 1.0, "mscale_all_dim": 0.7,
+        }},
     ),
     "olmo": (UNTIED, ONE_KEY | TIED | {"attention_bias": True}),
 }  # fmt: skip
