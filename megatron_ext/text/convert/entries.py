@@ -468,8 +468,9 @@ def window_fields(settings: Settings, window: int | None, *, keeps: bool = False
     """
     kinds = settings["layer_types"]
     has = [int(kind == WINDOWED) for kind in kinds or [WINDOWED]]
-    exceeded = window and (keeps or window < settings["max_position_embeddings"])
-    if not exceeded or not any(has):
+    if not window or not any(has):
+        return {}
+    if window >= settings["max_position_embeddings"] and not keeps:
         return {}
     fields: Fields = {"window_size": (int(window) - 1, 0)}
     return fields if all(has) else fields | {"window_attn_skip_freq": list_flag(has)}

@@ -311,7 +311,6 @@ def architecture_of(gpt: Gpt) -> Fields:
     window = gpt.attention.window_size
     fields["window_size"] = None if window is None else tuple(window)
     fields["window_attn_skip_freq"] = gpt.attention.windowed_layers(model)
-    fields["no_rope_freq"] = layers_without_rope(positions.no_rope_freq, model.num_layers or 0)
     fields["rope_scaling"] = positions.scaling()
     layers = model.num_layers or 0
     fields["no_rope_freq"] = layers_without_rope(positions.no_rope_freq, layers)

@@ -67,11 +67,10 @@ A model trained from scratch is exported as the first family that fits.
 LACKING: dict[str, str] = {
     # linear attention and state spaces
     # other
-    "gemma3n_text": "embeddings for each layer",
-    "gemma4_text": "heads of another size in layers without a window",
-    "llama4_text": "attention within chunks of the sequence",
-    "mllama_text_model": "cross-attention to images",
-    "laguna": "numbers of heads that differ from layer to layer",
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings for each layer"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), "heads of another size in layers without a window"),
+    **dict.fromkeys(("llama4", "llama4_text"), "attention within chunks of the sequence"),
+    **dict.fromkeys(("mllama", "mllama_text_model"), "cross-attention to images"),
 }
 """The part that no layer here has, in words, for each `model_type` that is refused by name."""
 

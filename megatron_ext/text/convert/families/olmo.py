@@ -12,4 +12,5 @@ FAMILY = llama.BASE.but(
         "norm_epsilon": 1e-5,
         "norm_elementwise_affine": False,
     },
+    only={"clip_qkv": None},
 )

@@ -37,7 +37,12 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             "use_sliding_window": True, "no_rope_layer_interval": 1, "attention_bias": True,
         },
     ),
-    "granite": (GRANITE | TIED, ONE_KEY | UNTIED | {"attention_bias": True, "mlp_bias": True}),
+    "granite": (
+        GRANITE | TIED,
+        ONE_KEY | UNTIED | {
+            "attention_bias": True, "mlp_bias": True, "attention_multiplier": 0.2,
+        },
+    ),
     "hyperclovax": (
         GRANITE | ODD | TIED | {"num_attention_heads": 4},
         ONE_KEY | UNTIED | {"use_post_norm": False, "logits_scaling": 0.125},
