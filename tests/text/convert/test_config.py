@@ -101,7 +101,7 @@ DEEPSEEK = MODELS["deepseek_v3"]
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"model_type": "olmo9", "hidden_act": "silu", "clip_qkv": 1}, "it has `clip_qkv` besides"),
+        ({"model_type": "olmo9", "hidden_act": "silu", "warp_qkv": 1}, "it has `warp_qkv` besides"),
         ({"model_type": "bert"}, "`model_type` 'bert', which cannot be converted; use one of"),
         ({"model_type": None}, "`model_type` None, which cannot be converted"),
         ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5, which the"),

@@ -107,7 +107,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
         GRANITE | SOME | TIED | {"layer_rope_theta": [1e4, 5e5]},
         ONE_KEY | UNTIED | {
             "sliding_window": 8, "layer_types": ["sliding_attention"] * 2,
-            "layer_rope_theta": [0, 300.0],
+            "layer_rope_theta": [0, 300.0], "attention_multiplier": 0.2,
         },
     ),
     "youtu": (
