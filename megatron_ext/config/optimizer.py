@@ -333,6 +333,9 @@ EXPERT_TARGETS = (
 ALL_TARGETS = (*TARGETS, "linear_q", "linear_kv", "linear_vision_kv")
 """Linear layers that may have adapters; the last three are projections of cross-attention."""
 
+WHOLE_PARTS = ("embedding", "output_layer", "router", "norm")
+"""Values of ``--lora-modules-to-save``."""
+
 DEFAULT_ALPHA = 32.0
 
 KAIMING = "kaiming"
@@ -356,6 +359,13 @@ class LoraConfig(Changeable):
     lora_dropout: float = said_flag(0.0, "dropout of the inputs of adapters", BELOW_ONE)
     lora_target_modules: list[str] | None = flag(
         None, "linear layers that get an adapter; default: all of a block", nargs="+"
+    )
+    lora_modules_to_save: list[str] | None = resumed_flag(
+        None,
+        "parts of the model that are trained whole beside the adapters; norm is all norms, router "
+        "the routers of experts",
+        nargs="+",
+        choices=WHOLE_PARTS,
     )
     lora_rslora: bool = resumed_flag(
         False,
@@ -419,7 +429,13 @@ class LoraConfig(Changeable):
             return self
         alpha = DEFAULT_ALPHA if self.lora_alpha is None else self.lora_alpha
         targets = list(TARGETS) if self.lora_target_modules is None else self.lora_target_modules
-        return dataclasses.replace(self, lora_alpha=alpha, lora_target_modules=targets)
+        whole = self.lora_modules_to_save
+        return dataclasses.replace(
+            self,
+            lora_alpha=alpha,
+            lora_target_modules=targets,
+            lora_modules_to_save=None if whole is None else [x for x in WHOLE_PARTS if x in whole],
+        )
 
 
 @dataclass(frozen=True)

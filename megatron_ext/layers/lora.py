@@ -42,7 +42,7 @@ from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megatron_ext.config.lora_targets import adapts
+from megatron_ext.config.lora_targets import adapts, trains_whole
 from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers.fused_rows import fused_rows
@@ -244,6 +244,8 @@ def attach_adapters(
 ) -> None:
     """Freeze the model chunks of this rank and attach adapters to target layers of their blocks.
 
+    What ``--lora-modules-to-save`` names is trained whole and not frozen.
+
     The initial A is kaiming-uniform, as in the authors' code, and the same on every layout. Other
     starts, and other kinds of adapters, are those of `layers.adapter_start`.
 
@@ -254,7 +256,9 @@ def attach_adapters(
         fused = {}
         if config.lora_separate_projections:
             fused = dict(fused_rows(chunk, split_qkv=True))
-        chunk.requires_grad_(False)
+        for name, parameter in chunk.named_parameters():
+            tied = "output_layer." in name and getattr(parameter, "shared_embedding", False)
+            parameter.requires_grad_(trains_whole(config, name, tied=tied))
         for name, layer in list(chunk.named_modules()):
             own_name = name.rpartition(".")[2]
             in_a_layer = _IN_A_LAYER.search(name)

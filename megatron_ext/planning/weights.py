@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_ext.config.lora_targets import adapts
+from megatron_ext.config.lora_targets import adapts, trains_whole
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.planning.products import Linear
 
@@ -114,11 +114,20 @@ def _plain_weights(linear: Linear, module: str) -> tuple[Weight, ...]:
 
 
 def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
-    """Return the weights; if the run trains LoRA adapters, mark all other weights as frozen."""
+    """Return the weights; if the run trains LoRA adapters, mark other weights as frozen.
+
+    Those of ``--lora-modules-to-save`` are not.
+    """
     if lora.lora_rank is None:
         return list(weights)
-    trained = re.compile(r"\.lora\.(?!removed)")
-    return [w if trained.search(w.name) else dataclasses.replace(w, frozen=True) for w in weights]
+    adapter = re.compile(r"\.lora\.(?!removed)")
+
+    def is_trained(weight: Weight) -> bool:
+        tied = weight.shared and weight.name.startswith("output_layer.")
+        of_adapter = adapter.search(weight.name) is not None
+        return of_adapter or trains_whole(lora, weight.name, tied=tied)
+
+    return [w if is_trained(w) else dataclasses.replace(w, frozen=True) for w in weights]
 
 
 def distinct(chunks: Iterable[Iterable[Weight]]) -> int:

@@ -351,6 +351,22 @@ def experts_on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> parity.Reco
     return truth
 
 
+WHOLE = [*MOE, "--lora-modules-to-save", "embedding", "router", "norm"]
+
+
+@pytest.mark.parametrize("layout", ["pp2dp2do", "tp2sp", "ep2"])
+def test_parts_trained_whole_are_those_of_one_rank(layout: str, tmp_path: Path) -> None:
+    """The tied embedding has copies on the first and the last stage, and one of a depth."""
+    words = [*TIED, *WHOLE, *MTP]
+    truth = run_layout("dp1", words, tmp_path / "truth")
+    found = parity.compare(run_layout(layout, words, tmp_path / "run"), truth, parity.Tolerances())
+    assert_same(found)
+    names = parity.read_gradients(found.recording.folder, STEPS)
+    whole = [name for name in names if ".lora." not in name]
+    # The embedding; of five layers two norms and a router; three of the depth; the last.
+    assert len(whole) == 1 + 5 * 3 + 3 + 1
+
+
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 def test_experts_train_as_on_one_rank(
     layout: str, experts_on_one_rank: parity.Recording, tmp_path: Path

@@ -386,12 +386,20 @@ def lora_errors(
             "be orthogonalized one by one",
             "use `--optimizer adam`",
         )
-    if optimizer.decoupled_lr is not None:
+    whole = lora.lora_modules_to_save or []
+    if optimizer.decoupled_lr is not None and not {"embedding", "output_layer"} & {*whole}:
         yield FlagError(
             "--decoupled-lr",
             None,
             "is for the embedding and the output layer, which `--lora-rank` freezes",
-            "leave it out",
+            "leave it out, or give `--lora-modules-to-save embedding output_layer`",
+        )
+    if "output_layer" in whole and not model.untie_embeddings_and_output_weights:
+        yield FlagError(
+            "--lora-modules-to-save output_layer",
+            None,
+            "is the word embedding without `--untie-embeddings-and-output-weights`",
+            "use embedding, which trains both",
         )
 
 

@@ -113,6 +113,7 @@ UNUSED = (
     _unused("train-samples", "steps differ in their number of clips; give --train-iters"),
     _unused("full-validation", "evaluation always goes through the whole validation data"),
     _unused("log-validation-ppl-to-tensorboard", "its loss has no perplexity"),
+    _unused("lora-modules-to-save", "its parts have other names; adapters alone are trained"),
     _unused(
         "decoupled-lr decoupled-min-lr", "there is no vocabulary whose embedding could have it"
     ),
