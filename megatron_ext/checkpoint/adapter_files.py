@@ -10,8 +10,8 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from megatron_ext.checkpoint.conversion import verified_folder
 from megatron_ext.checkpoint.files import published
 from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype
 from megatron_ext.checkpoint.state import CRITIC
+from megatron_ext.checkpoint.state import PREFIX as OF_AVERAGE
 from megatron_ext.checkpoint.unpickling import plain_content, read_tensors, stored_entries
+from megatron_ext.config.lora_targets import trains_whole
 from megatron_ext.config.optimizer import DEFAULT_ALPHA, LoraConfig
 from megatron_ext.disk.reading import UnreadableFile, parse_json, read_model_settings
 from megatron_ext.disk.writing import cleared, write_text
@@ -44,11 +46,12 @@ _LENGTHS = ".lora.magnitude"
 _REMOVED = ".lora.removed."
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
-"""The matrices A and B by the path of a public layer."""
+"""The matrices A and B by the path of a public layer.
 
-
-Part = tuple[str, str, Tensor]
-"""A LoRA matrix in a public model: path of its layer, ``A`` or ``B``, and its values."""
+A path may be that of a parameter that stacks the weights of e experts. Then A ``[e * r, in]`` holds
+the experts one after the other, and column ``i * e + j`` of B ``[out, r * e]`` is column i of that
+of expert j, as in peft.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,16 @@ class PublicLayers:
         pairs: takes our adapter matrices by name, and returns those that replace them in the public
             model. Some may have a higher rank than ours.
         target: takes the path of a public layer, and returns peft's name for it
-            (``target_modules``).
+            (``target_modules``), or that of its weight (``target_parameters``).
         task: peft's ``task_type``.
         every: the paths of all layers of the public model, if peft's name of one with an adapter
             can be that of one without; the former then goes by its path.
+        experts: takes a path, and returns the number of experts that its parameter stacks; 1 for a
+            layer.
+        whole: takes a weight of ours that is trained whole, by name, and returns the public tensors
+            that it is, by name.
+        module: takes the name of such a tensor, and returns peft's name for its module
+            (``modules_to_save``).
     """
 
     name: re.Pattern[str]
@@ -72,20 +81,9 @@ class PublicLayers:
     target: Callable[[str], str]
     task: str | None
     every: frozenset[str] = frozenset()
-
-
-def joined_parts(
-    parts: Callable[[str, Tensor], Iterator[Part]], matrices: Mapping[str, Tensor]
-) -> Pairs:
-    """Return our matrices as those of public layers; ``parts`` takes one and yields its parts.
-
-    Adapters of ours on several parts of one layer are together one of a higher rank.
-    """
-    found: dict[str, dict[str, list[Tensor]]] = {}
-    for name, matrix in matrices.items():
-        for layer, kind, values in parts(name, matrix):
-            found.setdefault(layer, {"A": [], "B": []})[kind].append(values)
-    return {layer: (torch.cat(x["A"]), torch.cat(x["B"], dim=1)) for layer, x in found.items()}
+    experts: Callable[[str], int] = lambda _path: 1
+    whole: Callable[[str, Tensor], Mapping[str, Tensor]] = lambda name, values: {name: values}
+    module: Callable[[str], str] = lambda name: name.rpartition(".")[0]
 
 
 def check_output(output: Path, form: AdapterForm) -> None:
@@ -142,9 +140,24 @@ def export_adapters(
             f"`--load` ({root}) holds a model without adapters; give a run with `--lora-rank`."
         )
     check_output(output, form)
-    placed = [name for name in names if layers.name.match(_VARIANT.sub(".lora.a", name))]
-    write_adapters(lora, read_tensors(path, placed), layers, output, form, base_model)
-    return sorted({*names} - {*placed})
+    placed = [x for x in names if layers.name.match(_VARIANT.sub(".lora.a", x))]
+    whole = whole_among(lora, stored_entries(path))
+    tensors = read_tensors(path, placed + whole)
+    public: dict[str, Tensor] = {}
+    left_out = sorted({*names} - {*placed})
+    for name in whole:
+        found = layers.whole(name, tensors.pop(name))
+        public |= found
+        left_out += [] if found else [name]
+    write_adapters(lora, tensors, layers, output, form, base_model, public)
+    return left_out
+
+
+def whole_among(lora: LoraConfig, names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that are weights trained whole beside adapters, sorted."""
+    apart = (OF_AVERAGE, f"{CRITIC}.")
+    weights = (n for n in names if "optimizer." not in n and not n.startswith(apart))
+    return sorted(name for name in weights if trains_whole(lora, name))
 
 
 def write_adapters(
@@ -154,8 +167,12 @@ def write_adapters(
     output: Path,
     form: AdapterForm,
     base_model: str = "",
+    whole: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write our adapter matrices, given by name, in a public form; see `export_adapters`."""
+    """Write our adapter matrices, given by name, in a public form; see `export_adapters`.
+
+    ``whole`` has the tensors of the public model that are trained whole, by name.
+    """
     from safetensors.torch import save_file
 
     own = {name: values for name, values in matrices.items() if not _VARIANT.search(name)}
@@ -164,14 +181,19 @@ def write_adapters(
     if len(own) < len(matrices):
         magnitudes = _public_magnitudes(matrices, layers, output, form)
         lora, pairs = _with_removed(lora, matrices, layers, pairs)
-    tensors = dict(_tensors(pairs, form, lora.scale))
+    tensors = dict(_tensors(pairs, form, lora.scale, _nested(pairs, layers)))
     tensors |= {f"{form.before}{x}.{MAGNITUDE}": values for x, values in magnitudes.items()}
+    for name, values in (whole or {}).items():
+        tensors[f"{form.before}{name}"] = values.contiguous()
     header = {"format": "pt"}
     folder = output.parent if form.file is None else output
     folder.mkdir(parents=True, exist_ok=True)
     if form.file is not None:
-        ranks = {layer: len(a) for layer, (a, _) in pairs.items()}
+        ranks = {layer: len(a) // layers.experts(layer) for layer, (a, _) in pairs.items()}
         description = _peft_config(lora, ranks, layers, base_model)
+        modules = sorted({layers.module(name) for name in whole or {}})
+        if modules:
+            description |= {"modules_to_save": modules, "ensure_weight_tying": True}
         # diffusers reads the configuration from the file's header, under names like those of
         # tensors.
         own = {f"{form.before}{name}": value for name, value in description.items()}
@@ -201,10 +223,13 @@ def _with_removed(
     if not removed:
         return lora, pairs
     starts = layers.pairs(removed)
-    joined = {
-        layer: (torch.cat([a, starts[layer][0]]), torch.cat([b, -starts[layer][1]], dim=1))
-        for layer, (a, b) in pairs.items()
-    }
+    joined = {}
+    for layer, (a, b) in pairs.items():
+        low, high = starts[layer]
+        count = layers.experts(layer)
+        rows = [x.unflatten(0, (count, -1)) for x in (a, low)]  # type: ignore[no-untyped-call]
+        columns = [x.unflatten(1, (-1, count)) for x in (b, -high)]  # type: ignore[no-untyped-call]
+        joined[layer] = torch.cat(rows, dim=1).flatten(0, 1), torch.cat(columns, dim=1).flatten(1)
     assert lora.lora_rank is not None
     alpha = DEFAULT_ALPHA if lora.lora_alpha is None else lora.lora_alpha
     alpha *= math.sqrt(2) if lora.lora_rslora else 2
@@ -248,11 +273,36 @@ def _public_magnitudes(
     return found
 
 
-def _tensors(pairs: Pairs, form: AdapterForm, scale: float) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and values of each tensor of a file."""
+LAST_PARAMETER = "down_proj"
+"""The last of the parameters in which a module stacks the weights of experts."""
+_INNER = ".base_layer"
+
+
+def _nested(pairs: Pairs, layers: PublicLayers) -> dict[str, str]:
+    """Return the names under which adapters of stacked experts are written, by their path.
+
+    peft wraps a module once for each of its parameters, the first one innermost.
+    """
+    stacked = [path for path in pairs if layers.experts(path) > 1]
+    names = {}
+    for path in stacked:
+        module = path.rpartition(".")[0]
+        last = f"{module}.{LAST_PARAMETER}"
+        names[path] = module + (_INNER if last in stacked and last != path else "")
+    return names
+
+
+def _tensors(
+    pairs: Pairs, form: AdapterForm, scale: float, places: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and values of each tensor of a file.
+
+    ``places`` has the names of adapters that are not written under their paths.
+    """
     down, up = form.matrices
     folded = form.file is None and not form.alphas
-    for layer, (a, b) in pairs.items():
+    for path, (a, b) in pairs.items():
+        layer = places.get(path, path)
         name = form.before + (layer.replace(".", "_") if form.flat else layer)
         yield f"{name}.{down}.weight", a.contiguous()
         yield f"{name}.{up}.weight", (b * scale if folded else b).contiguous()
@@ -284,6 +334,10 @@ def _peft_config(
         name = targets[layer] if len(named[targets[layer]]) == 1 else f"^{layer}$"
         if rank != lora.lora_rank:
             others[name] = rank
+    parameters = sorted(
+        {x for path, x in targets.items() if layers.experts(path) > 1 or x.endswith(".weight")}
+    )
+    stacked = {"target_parameters": parameters} if parameters else {}
     return {
         "peft_type": "LORA",
         "task_type": layers.task,
@@ -297,10 +351,12 @@ def _peft_config(
             name: alpha * (rank / lora.lora_rank) ** (0.5 if lora.lora_rslora else 1.0)
             for name, rank in others.items()
         },
-        "lora_dropout": lora.lora_dropout,
+        # peft has no dropout of the inputs of parameters.
+        "lora_dropout": 0.0 if parameters else lora.lora_dropout,
         "use_rslora": lora.lora_rslora,
         "use_dora": lora.lora_use_dora,
-        "target_modules": sorted(named),
+        "target_modules": sorted({*named} - {*parameters}),
+        **stacked,
         "bias": "none",
         "fan_in_fan_out": False,
     }
@@ -308,15 +364,24 @@ def _peft_config(
 
 @dataclass(frozen=True)
 class LowRank:
-    """The change ``scale * B A`` of a layer's weight; A is ``[r, in]``, B ``[out, r]``."""
+    """The change ``scale * B A`` of a layer's weight; A is ``[r, in]``, B ``[out, r]``.
+
+    If it changes a parameter that stacks several ``experts``, A and B are as in `Pairs`.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+    experts: int = 1
 
     @property
     def rank(self) -> int:
-        return len(self.a)
+        return len(self.a) // self.experts
+
+    def of_expert(self, index: int) -> LowRank:
+        """Return the change of one expert's weight."""
+        a = self.a.view(self.experts, self.rank, -1)[index]
+        return LowRank(a, self.b.view(-1, self.rank, self.experts)[:, :, index], self.scale)
 
 
 _MATRIX = re.compile(
@@ -350,6 +415,24 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "eva_", "lora_ga")
 """Beginnings of ``init_lora_weights`` with which peft changes the weights under the adapters."""
 
 
+_EFFECTS = {
+    "bias": "none", "lora_bias": False, "layer_replication": None, "use_qalora": False,
+    "use_bdlora": None, "velora_config": None, "kasa_config": None, "monteclora_config": None,
+    "arrow_config": None, "alora_invocation_tokens": None, "trainable_token_indices": None,
+}  # fmt: skip
+"""Settings of peft that change what adapters compute or which weights they have, and the value with
+which they do not."""
+_KNOWN_SETTINGS = frozenset(
+    "alpha_pattern auto_mapping base_model_name_or_path corda_config ensure_weight_tying "
+    "eva_config exclude_modules fan_in_fan_out inference_mode init_lora_weights layers_pattern "
+    "layers_to_transform loftq_config lora_alpha lora_dropout lora_ga_config megatron_config "
+    "megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern "
+    "revision runtime_config target_modules target_parameters task_type use_dora use_rslora "
+    "auto_map".split()
+)
+"""Settings of peft that are used here, or that the names of the tensors make clear."""
+
+
 @dataclass(frozen=True)
 class AdapterFile:
     """Adapters as a file holds them.
@@ -358,19 +441,28 @@ class AdapterFile:
         path: its folder or file.
         layers: the adapters by name of the layer in the public model; names have ``_`` in place of
             dots if the file has none.
+        whole: the tensors of peft's ``modules_to_save``, by name.
+        dropout: peft's ``lora_dropout``; 0 where the file does not say it.
+        notes: sentences on settings that have no effect here.
     """
 
     path: Path
     layers: Mapping[str, LowRank]
+    whole: Mapping[str, Tensor] = field(default_factory=dict)
+    dropout: float = 0.0
+    notes: Sequence[str] = ()
 
 
-def read_adapters(path: Path, flat: tuple[str, ...] = ()) -> AdapterFile:
+def read_adapters(
+    path: Path, flat: tuple[str, ...] = (), *, takes_whole: bool = False
+) -> AdapterFile:
     """Read adapters in any public form, which is found by the names of the tensors.
 
     Args:
         path: folder of peft or diffusers, or file of safetensors or torch.save.
         flat: further text, beside `_BEFORE_FLAT`, that programs for this kind of network put before
             names that have ``_`` in place of dots.
+        takes_whole: whether the file may have whole tensors, as peft's ``modules_to_save`` say.
 
     Raises:
         CheckpointError: they cannot be read, or are of a kind that cannot be trained here.
@@ -379,9 +471,25 @@ def read_adapters(path: Path, flat: tuple[str, ...] = ()) -> AdapterFile:
     tensors, header = _content(file)
     if settings is None and _HEADER in header:
         settings = _settings_in(header[_HEADER], file)
-    if settings is not None:
-        check_settings(settings, path)
-    return AdapterFile(path, dict(_layers(tensors, settings, file, flat)))
+    if settings is None:
+        return AdapterFile(path, dict(_layers(tensors, settings, file, flat)))
+    check_settings(settings, path)
+    saved = [str(name) for name in settings.get("modules_to_save") or ()] if takes_whole else []
+    whole = {
+        name: tensors.pop(name)
+        for name in sorted(tensors)
+        if not _MATRIX.match(name) and name.rpartition(".")[0].endswith(tuple(saved))
+    }
+    return AdapterFile(
+        path,
+        dict(_layers(tensors, settings, file, flat)),
+        {bare(name, flat): values for name, values in whole.items()},
+        float(settings.get("lora_dropout") or 0.0),
+        [
+            f"{path / CONFIG} says `{name}`, which is not known and has no effect."
+            for name in sorted(settings.keys() - _KNOWN_SETTINGS - _EFFECTS.keys())
+        ],
+    )
 
 
 def _place(path: Path) -> tuple[Path, dict[str, Any] | None]:
@@ -469,6 +577,12 @@ def check_settings(settings: Mapping[str, Any], path: Path) -> None:
             f"{path} says `init_lora_weights` {start!r}, with which peft has changed the weights "
             "under the adapters; convert them to plain LoRA with peft."
         )
+    for name, usual in _EFFECTS.items():
+        if settings.get(name) not in (None, False, usual):
+            raise CheckpointError(
+                f"{path} says `{name}` {settings[name]!r}, which no layer here computes; only LoRA "
+                f"with `{name}` {usual!r} can be continued."
+            )
     for name in ("r", "lora_alpha"):
         value = settings.get(name)
         if value is not None and not _is_positive(value):
@@ -525,6 +639,7 @@ def _layers(
                 f"{file} holds `{name}`, which is part of no LoRA adapter; save the adapters alone."
             )
     seen = set[str]()
+    parameters = _parameters([bare(layer, flat) for layer in halves], settings or {}, file)
     for layer, half in halves.items():
         if len(half) < 2:
             both = (
@@ -538,13 +653,60 @@ def _layers(
                 f"{file} holds matrices of `{layer}` with shapes {list(a.shape)} and "
                 f"{list(b.shape)}, which must be [rank, in] and [out, rank]; copy the file again."
             )
-        name = _bare(layer, flat)
+        name = bare(layer, flat)
+        experts = 1
+        if name in parameters:
+            name = parameters[name]
+            experts = _experts(name, len(a), settings or {}, file)
         if name in seen:
             raise CheckpointError(
                 f"{file} holds several adapters of `{name}`; save one of them alone."
             )
         seen.add(name)
-        yield name, LowRank(a, b, scale_of(alphas.get(layer), name, len(a), settings, file))
+        rank = len(a) // experts
+        yield name, LowRank(a, b, scale_of(alphas.get(layer), name, rank, settings, file), experts)
+
+
+def _parameters(layers: Iterable[str], settings: Mapping[str, Any], file: Path) -> dict[str, str]:
+    """Return the parameters that adapters of stacked experts change, by name of the layer.
+
+    peft gives them the name of the module; with several in a module, see `_nested`. A name of a
+    parameter without its module is one of experts.
+    """
+    targets = {str(name) for name in settings.get("target_parameters") or ()}
+    targets = {name for name in targets if not name.endswith(".weight")}
+    targets = {name if "." in name else f"experts.{name}" for name in targets}
+    ends = {name.rpartition(".")[2] for name in targets}
+    found = {}
+    known = set(layers)
+    for layer in known:
+        module = layer
+        depth = 0
+        while module.endswith(_INNER):
+            module = module.removesuffix(_INNER)
+            depth += 1
+        own = [x for x in ends if f".{module}.{x}".endswith(tuple(f".{y}" for y in targets))]
+        own.sort(key=lambda name: name == LAST_PARAMETER)
+        if own:
+            wrapped = sum(x == module or x.startswith(module + _INNER) for x in known)
+            if wrapped != len(own) or len(own) > 2:
+                raise CheckpointError(
+                    f"{file} holds {wrapped} adapters of parameters of `{module}`, but its "
+                    f"`target_parameters` name {len(own)}; save the adapters again with peft."
+                )
+            found[layer] = f"{module}.{own[len(own) - 1 - depth]}"
+    return found
+
+
+def _experts(name: str, rows: int, settings: Mapping[str, Any], file: Path) -> int:
+    """Return the number of experts whose matrices A together have so many rows."""
+    rank = _by_pattern(settings.get("rank_pattern"), name, settings.get("r", rows))
+    if rows % int(rank):
+        raise CheckpointError(
+            f"{file} holds an adapter of `{name}` with {rows} rows, which must be divisible by its "
+            f"rank ({rank}); save both again."
+        )
+    return rows // int(rank)
 
 
 def _refuse_other(name: str, file: Path) -> None:
@@ -567,13 +729,13 @@ def _refuse_other(name: str, file: Path) -> None:
             )
 
 
-def _bare(layer: str, flat: tuple[str, ...]) -> str:
+def bare(layer: str, flat: tuple[str, ...] = ()) -> str:
     """Return a layer's name without what programs put before it."""
     for text in (*_BEFORE_FLAT, *flat):
         if layer.startswith(text):
             return layer.removeprefix(text).replace(".", "_")
     before = next((text for text in _BEFORE if layer.startswith(text)), None)
-    return layer if before is None else _bare(layer.removeprefix(before), flat)
+    return layer if before is None else bare(layer.removeprefix(before), flat)
 
 
 def scale_of(
@@ -609,7 +771,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, layer: str, usual: Any) -> A
 
 def _plain(pattern: str) -> str:
     """Return the name that a pattern of peft's settings stands for."""
-    return pattern.removeprefix("^").removesuffix("$").replace("\\.", ".")
+    return pattern.removeprefix("^").removeprefix(".*\\.").removesuffix("$").replace("\\.", ".")
 
 
 def flattened(names: Iterable[str]) -> dict[str, str]:

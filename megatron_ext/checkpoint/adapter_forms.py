@@ -7,6 +7,8 @@ in the text before the names of layers, and in how they tell the scale:
 form       names                                             scale
 =========  ================================================  =====================================
 peft       ``base_model.model.LAYER.lora_A.weight``          in adapter_config.json, beside it
+peft-      the same, with a layer for each expert, as in     the same
+experts    published files
 diffusers  ``transformer.LAYER.lora_A.weight``               in the file's header
 kohya      ``lora_unet_LAYER.lora_down.weight``, with ``_``  a tensor ``.alpha`` for each layer,
            for each dot of LAYER                             which is the scale times the rank
@@ -52,6 +54,7 @@ FORMS = {
     form.name: form
     for form in (
         AdapterForm("peft", f"{PREFIX}.", file=WEIGHTS),
+        AdapterForm("peft-experts", f"{PREFIX}.", file=WEIGHTS),
         AdapterForm("diffusers", "transformer.", file="pytorch_lora_weights.safetensors"),
         AdapterForm(
             "kohya", "lora_unet_", ("lora_down", "lora_up"), flat=True, alphas=True,

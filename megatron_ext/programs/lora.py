@@ -87,8 +87,9 @@ def parser() -> argparse.ArgumentParser:
         "--format",
         choices=FORMS,
         default="peft",
-        help="form of the adapters: a folder that peft or diffusers loads, or a file of kohya "
-        "(musubi-tuner), of ComfyUI, or with the original code's names; default: peft",
+        help="form of the adapters: a folder that peft or diffusers loads, peft's with a layer for "
+        "each expert, or a file of kohya (musubi-tuner), of ComfyUI, or with the original code's "
+        "names; default: peft",
     )
     export.add_argument(
         "--base-model", default="", help="the model's name on Hugging Face, or path"
@@ -161,18 +162,27 @@ def _combine(args: argparse.Namespace) -> None:
 def _export(args: argparse.Namespace) -> None:
     run, task = _saved_run(args)
     video = task is not GPT
-    if not video and args.format != "peft":
+    text_forms = ("peft", "peft-experts")
+    if video and args.format == "peft-experts":
+        raise CheckpointError(
+            f"`--format {args.format}` is for language models with experts, but `--load` "
+            f"({args.load}) holds a video model; give peft."
+        )
+    if not video and args.format not in text_forms:
         raise CheckpointError(
             f"`--format {args.format}` is for runs of `pretrain_video.py`, but `--load` "
             f"({args.load}) holds a language model; leave it out."
         )
-    if args.base_model and args.format not in ("peft", "diffusers"):
+    if args.base_model and args.format not in (*text_forms, "diffusers"):
         raise CheckpointError(
             f"`--base-model` ({args.base_model}) has no effect with `--format {args.format}`, "
             "whose files name no model; leave it out."
         )
     form = FORMS[args.format]
-    layers = adapters_of(run, form, args.network) if video else peft_layers(run, args.load)
+    if video:
+        layers = adapters_of(run, form, args.network)
+    else:
+        layers = peft_layers(run, args.load, per_expert=args.format == "peft-experts")
     left_out = export_adapters(
         run.lora,
         args.load,

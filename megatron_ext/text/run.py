@@ -23,7 +23,7 @@ from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import build_mock_datasets, check_mock_data
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.inputs import plans_without_data
-from megatron_ext.text.task import FOLDERS, loads_folder
+from megatron_ext.text.task import ADAPTERS, FOLDERS, loads_folder
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.callbacks.callback import Callback
@@ -48,10 +48,20 @@ SAMPLES = "megatron_ext.text.generation.samples"
 def weights_of_folder(
     config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module], loaded: Any
 ) -> list[str] | None:
-    """Load the weights in the folder of ``--load-hf`` into the model chunks of this rank.
+    """Load the weights of ``--load-hf`` and ``--adapter-path`` into this rank's model chunks.
 
-    Return notes for the user, or None without the flag, or if others were ``loaded``.
+    If a checkpoint's weights are ``loaded``, only the adapters are. Return notes for the user, or
+    None if neither flag gives any.
     """
+    notes = _weights_of_folder(config, context, chunks, loaded)
+    if config.section(HuggingFaceConfig).adapter_path is not None:
+        notes = [*(notes or ()), *later(f"{ADAPTERS}:load_adapters")(config, chunks)]
+    return notes
+
+
+def _weights_of_folder(
+    config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module], loaded: Any
+) -> list[str] | None:
     if loaded is not None or not loads_folder(config):
         return None
     load: Callable[..., list[str]] = later(f"{FOLDERS}:load_initial_weights")

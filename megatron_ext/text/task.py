@@ -29,6 +29,8 @@ from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.inputs import conversation_inputs, gpt_inputs, read_settings
 from megatron_ext.train.task import STEP_FLAGS, Task, TaskChoice, later
 
+ADAPTERS = "megatron_ext.text.convert.adapter_training"
+"""The module for ``--adapter-path``; only runs with this flag import it."""
 FOLDERS = "megatron_ext.text.convert.training"
 """The module for ``--load-hf`` and ``--save-hf``; only runs with such flags import it."""
 RUN = "megatron_ext.text.run"
@@ -55,11 +57,23 @@ def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
 
 
 def resolved(config: RunConfig) -> RunConfig:
-    """Return the configuration with the values that follow from other flags and ``--load-hf``."""
+    """Return the configuration with the values that follow from other flags and ``--load-hf``.
+
+    Those of adapters follow from ``--adapter-path``.
+    """
+    if config.section(HuggingFaceConfig).adapter_path is not None:
+        config = later(f"{ADAPTERS}:with_adapters")(config)
     config = resolve_text(config)
     if loads_folder(config):
         config = later(f"{FOLDERS}:resolve_folder")(config)
     return config
+
+
+def adapter_errors(given: RunConfig, run: RunConfig) -> list[FlagError]:
+    """Return an error for each flag that contradicts ``--adapter-path``."""
+    if run.section(HuggingFaceConfig).adapter_path is None:
+        return []
+    return list(later(f"{ADAPTERS}:adapter_errors")(given, run))
 
 
 def folder_errors(config: RunConfig) -> list[str]:
@@ -77,7 +91,7 @@ def training_rules(given: RunConfig, run: RunConfig) -> list[str]:
     ``given`` has the user's flags, ``run`` the flags with derived values.
     """
     own = [*run.section(TaskEvaluationConfig).training_errors(), *folder_errors(run)]
-    return [*text_rules(given, run), *own]
+    return [*text_rules(given, run), *own, *adapter_errors(given, run)]
 
 
 def gpt_rules(given: RunConfig, run: RunConfig) -> list[str]:

@@ -46,6 +46,12 @@ class HuggingFaceConfig(Changeable):
         "largest size of a file of weights in --save-hf, such as 5GB (5GB)",
         from_checkpoint=False,
     )
+    adapter_path: str | None = flag(
+        None,
+        "folder of LoRA adapters of peft to go on from, which gives --lora-rank and the other "
+        "flags of adapters",
+        from_checkpoint=False,
+    )
     origin: dict[str, Any] | None = derived()
     """The content of the config.json of the Hugging Face model from which the weights come.
 
