@@ -175,14 +175,25 @@ class Adapter(torch.nn.Module):
             multiply: takes tokens and a matrix ``[out, in]`` for each expert, and returns the
                 products of each expert's tokens.
         """
-        dropped = F.dropout(x, self.dropout, self.training)
+        term = self._grouped_term(adapters, F.dropout(x, self.dropout, self.training), multiply)
+        if self.removed is None:
+            return term
+        removed: Any = [adapter.removed for adapter in adapters]
+        return term - self.removed._grouped_term(removed, x, multiply)
+
+    def _grouped_term(
+        self,
+        adapters: Sequence[Adapter],
+        x: Tensor,
+        multiply: Callable[[Tensor, Sequence[Tensor]], Tensor],
+    ) -> Tensor:
         sides = {}
         for name in ("a", "b"):
             matrices = torch.stack([getattr(adapter, name) for adapter in adapters])
             if name not in self.sides_cut and self.tp_group.size() > 1:
                 matrices = copy_to_tensor_model_parallel_region(matrices, group=self.tp_group)
             sides[name] = matrices.unbind()
-        return multiply(multiply(dropped, sides["a"]) * self.scale, sides["b"])
+        return multiply(multiply(x, sides["a"]) * self.scale, sides["b"])
 
     def _outputs(self, b: Tensor) -> Tensor:
         """Return B ``[out, r]`` as the matrix that multiplies the products with all rows of A.
