@@ -349,7 +349,7 @@ def _configuration(raw: dict[str, Any]) -> Any:
     given = {key: value for key, value in raw.items() if key != "quantization_config"}
     family = FAMILIES.get(raw.get("model_type", ""))
     if family is not None and family.known_as is not None:
-        given["model_type"] = family.known_as
+        given = {**family.defaults, **given, "model_type": family.known_as}
     with warnings.catch_warnings():
         # Users cannot change the file of a published model, so hide advice about its old entries.
         warnings.simplefilter("ignore", FutureWarning)

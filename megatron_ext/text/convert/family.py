@@ -193,6 +193,8 @@ class Family:
         nearest: the `model_type` of the family from which this one is derived.
         known_as: the `model_type` under which transformers knows the same config.json, if models
             of this family come with code of their own.
+        defaults: the values that missing entries have in that code, where they differ from those
+            of transformers.
     """
 
     model_type: str
@@ -205,6 +207,7 @@ class Family:
     read_too: Sequence[Weights] = ()
     nearest: str | None = None
     known_as: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def but(
         self,
@@ -219,6 +222,7 @@ class Family:
         weights: Weights | None = None,
         read_too: Sequence[Weights] = (),
         known_as: str | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ) -> Family:
         """Return a family that differs from this one in what is given.
 
@@ -246,6 +250,7 @@ class Family:
             read_too,
             self.model_type,
             known_as,
+            dict(defaults or {}),
         )
 
     def fields(self, settings: Settings) -> Fields:

@@ -280,7 +280,15 @@ def reference_tokens(model: HuggingFaceModel) -> Tensor:
 
 
 def reference_model(model: HuggingFaceModel) -> Any:
-    """Return transformers' model of a folder in float32."""
+    """Return transformers' model of a folder in float32.
+
+    Raise a CheckpointError if the folder's own code would have to run.
+    """
+    if model.family.known_as is not None:
+        raise CheckpointError(
+            f"{model.path} says `model_type` '{model.family.model_type}', whose code comes with "
+            "the folder and is not run, so no logits can be compared; leave `--verify` out."
+        )
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.logging import disable_progress_bar
 

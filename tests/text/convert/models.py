@@ -180,7 +180,7 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
     torch.manual_seed(len(str(settings)))
     name = settings["model_type"]
     known = FAMILIES[name].known_as or name
-    config = AutoConfig.for_model(**{**SIZES, **settings, "model_type": known})
+    config = AutoConfig.for_model(**as_known({**SIZES, **settings}))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     floating = [x for x in model.buffers() if x.is_floating_point() and x.requires_grad is False]
     stored = {x.data_ptr() for x in model.state_dict().values()}
@@ -190,8 +190,31 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
     model.save_pretrained(folder, **save)
     if known != name:
         content = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**content, "model_type": name}))
+        own = {"model_type": name, "architectures": [FAMILIES[name].architecture]}
+        foreign = as_known({**SIZES, **settings}).keys() - SIZES.keys() - settings.keys()
+        rest = {key: value for key, value in content.items() if key not in foreign}
+        (folder / "config.json").write_text(json.dumps({**rest, **own}))
     return folder
+
+
+def as_known(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config.json by which transformers' class computes the same.
+
+    They differ for models whose code comes with their folder. MiniCPM's factors are computed as in
+    its ``modeling_minicpm.py``.
+    """
+    name = content["model_type"]
+    known = {**content, "model_type": FAMILIES[name].known_as or name}
+    if name == "minicpm":
+        hidden = content["hidden_size"]
+        size = hidden // content["num_attention_heads"]
+        known |= {
+            "embedding_multiplier": content["scale_emb"],
+            "residual_multiplier": content["scale_depth"] / content["num_hidden_layers"] ** 0.5,
+            "attention_multiplier": size**-0.5,
+            "logits_scaling": hidden / content["dim_model_base"],
+        }
+    return known
 
 
 def class_of(folder: Path) -> Any:
@@ -201,7 +224,7 @@ def class_of(folder: Path) -> Any:
     """
     content = json.loads((folder / "config.json").read_text())
     known = FAMILIES[content["model_type"]].known_as or content["model_type"]
-    config = AutoConfig.for_model(**{**content, "model_type": known})
+    config = AutoConfig.for_model(**as_known(content))
     config = None if known == content["model_type"] else config
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, config=config)
 

@@ -50,6 +50,7 @@ MODULES = {
     "olmo": "olmo",
     "granite_swa": "granite_swa",
     "youtu": "youtu",
+    "minicpm": "minicpm",
     # decoders with experts
     "kimi_k2": "kimi_k2",
     "glm4_moe_lite": "glm4_moe_lite",
@@ -70,6 +71,7 @@ LACKING: dict[str, str] = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings for each layer"),
     **dict.fromkeys(("gemma4", "gemma4_text"), "heads of another size in layers without a window"),
     **dict.fromkeys(("llama4", "llama4_text"), "attention within chunks of the sequence"),
+    "minicpm3": "LongRoPE in latent attention",
     **dict.fromkeys(("mllama", "mllama_text_model"), "cross-attention to images"),
 }
 """The part that no layer here has, in words, for each `model_type` that is refused by name."""

@@ -116,5 +116,11 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             **YARN, "mscale": 1.0, "mscale_all_dim": 0.7,
         }},
     ),
+    "minicpm": (
+        TIED | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
+        ONE_KEY | UNTIED | {
+            "scale_emb": 3.5, "scale_depth": 2.0, "dim_model_base": 25, "attention_bias": True,
+        },
+    ),
     "olmo": (UNTIED, ONE_KEY | TIED | {"attention_bias": True}),
 }  # fmt: skip
