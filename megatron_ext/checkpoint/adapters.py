@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -32,7 +33,7 @@ from megatron_ext.checkpoint.state import (
     sharded_state,
 )
 from megatron_ext.checkpoint.storage import read_state, verify
-from megatron_ext.checkpoint.stored import CheckpointRef, choose, find
+from megatron_ext.checkpoint.stored import CheckpointRef, choose, find, find_intact
 from megatron_ext.checkpoint.unpickling import common_state_of, stored_entries
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.output import CheckpointConfig
@@ -142,6 +143,12 @@ def check_adapters(
             "`--lora-rank`, `--lora-target-modules`, `--lora-use-dora` and `--lora-init` that it "
             "was saved with, or merge the adapters first with `tools/lora.py merge`."
         )
+    if missing and stored:
+        raise CheckpointError(
+            f"{path} holds no adapter `{missing[0]}`, which the model needs, but others such as "
+            f"`{stored[0]}`; give the flags of the model and the `--lora-target-modules` that it "
+            "was saved with."
+        )
     if missing:
         raise CheckpointError(
             f"{path} holds no adapter `{missing[0]}`, which the model needs; give `--finetune` to "
@@ -232,6 +239,21 @@ class FrozenBase:
     def record(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def check_given(self, path: Path, config: CheckpointConfig) -> None:
+        """Raise a CheckpointError if a run's flags name no weights, but these are stored ones.
+
+        Args:
+            path: folder of the checkpoint with the adapters.
+            config: the run's flags of checkpoints.
+        """
+        given = config.pretrained_checkpoint if self.flag is None else config.published
+        if self.path is not None and not given:
+            flag = self.flag or "--pretrained-checkpoint"
+            raise CheckpointError(
+                f"`{flag}` is missing: {path} holds adapters without the weights under them, which "
+                f"are those of {self.path}; give these."
+            )
+
     def check(self, path: Path, recorded: FrozenBase, flag: str) -> None:
         """Raise a CheckpointError unless this identity equals ``recorded``.
 
@@ -252,6 +274,19 @@ class FrozenBase:
             f"`{flag}` ({self.path or 'not given'}; {self.identity}) must be the weights under the "
             f"adapters in {path}, which were {there}."
         )
+
+
+def check_base_given(config: CheckpointConfig) -> None:
+    """Raise a CheckpointError if a run goes on from adapters, but its flags name no weights.
+
+    A single process calls this before the model is built. Random weights need no flag.
+    """
+    checkpoint = find_intact(config, {COMMON_STATE_FNAME}.intersection)
+    if checkpoint is None or checkpoint.weights_only:
+        return
+    recorded = FrozenBase.recorded(common_state_of(checkpoint.path))
+    if recorded is not None:
+        recorded.check_given(checkpoint.path, config)
 
 
 def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:

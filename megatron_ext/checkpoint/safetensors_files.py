@@ -43,12 +43,28 @@ def _safetensors() -> Any:
     return safetensors
 
 
-def index_of(stem: str) -> str:
+SAFETENSORS = ".safetensors"
+
+
+def index_of(stem: str, suffix: str = SAFETENSORS) -> str:
     """Return the name of the index file, which maps each tensor's name to the file that holds it.
 
-    ``stem`` is the beginning of the names of index and tensor files, such as "model".
+    ``stem`` is the beginning of the names of index and tensor files, such as "model", and
+    ``suffix`` the ending of the names of tensor files.
     """
-    return f"{stem}.safetensors.index.json"
+    return f"{stem}{suffix}.index.json"
+
+
+def index_path(folder: Path, stem: str, suffix: str = SAFETENSORS) -> Path:
+    """Return the path of the index file in a folder, which may lack one.
+
+    If ``stem`` has a variant, such as "model.fp16", the index may be ``model<suffix>.index`` with
+    ``.fp16.json``, as diffusers writes it.
+    """
+    usual = folder / index_of(stem, suffix)
+    name, _, variant = stem.rpartition(".")
+    of_variant = folder / f"{name}{suffix}.index.{variant}.json"
+    return of_variant if name and not usual.is_file() and of_variant.is_file() else usual
 
 
 class TensorFolder:
@@ -108,13 +124,10 @@ class TensorFolder:
         """Return the names of the tensors in the files, whatever they stand for."""
         return set(self._file_of)
 
-    def dtypes(self) -> dict[str, str]:
-        dtypes = {}
-        for name, file in self._file_of.items():
-            kind = self._files[file].get_slice(name).get_dtype()
-            dtypes[name] = DTYPES.get(kind, kind)
-            check_dtype(self.folder / file, name, kind, dtypes[name])
-        return dtypes
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Return the texts that the headers of the files hold beside names and shapes."""
+        return {k: v for file in self._files.values() for k, v in (file.metadata() or {}).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
@@ -148,13 +161,13 @@ class TensorFolder:
         return self._files[self._file_of[name]]
 
 
-def file_of_each(folder: Path, stem: str) -> dict[str, str]:
+def file_of_each(folder: Path, stem: str, suffix: str = SAFETENSORS) -> dict[str, str]:
     """Read the index of a folder, and map each tensor's name to the name of the file that holds it.
 
     Return {} if there is no index, because a single file holds all tensors.
     """
-    path = folder / index_of(stem)
-    single = f"{stem}.safetensors"
+    path = index_path(folder, stem, suffix)
+    single = f"{stem}{suffix}"
     if path.is_file():
         try:
             files = read_json(path, not_finite=True)["weight_map"]

@@ -103,6 +103,7 @@ start_lines = later("megatron_ext.train.reporting.start:start_lines")
 # A run that neither saves nor loads imports no code for checkpoints.
 _CHECKPOINT = "megatron_ext.checkpoint"
 check_replaced = later(f"{_CHECKPOINT}.stored:check_replaced")
+check_base_given = later(f"{_CHECKPOINT}.adapters:check_base_given")
 check_resume = later(f"{_CHECKPOINT}.compatibility:check_resume")
 check_save_folder = later(f"{_CHECKPOINT}.publish:check_save_folder")
 check_start = later(f"{_CHECKPOINT}.stored:check_start")
@@ -427,5 +428,7 @@ def preflight(config: RunConfig, check_data: Preflight) -> tuple[RunConfig, Any]
     all_of([*checks, *_check_places(config)])
     config, assets = all_of([*_check_classes(config), partial(check_data, config)])[-1]
     if config.checkpoint.is_used:
+        if config.lora.lora_rank is not None:
+            check_base_given(config.checkpoint)
         check_resume(config)
     return config, assets

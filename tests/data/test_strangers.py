@@ -66,7 +66,7 @@ def test_a_text_encoder_neither_unpickles_nor_asks(tmp_path: Path, marker: Path)
     pytest.importorskip("transformers")
     folder = write_umt5(tmp_path, tokenizer="words")
     strange = _with_code(tmp_path / "tokenizer", marker)
-    arguments = ("umt5", "UMT5EncoderModel", "t5_path", str(folder), ["umt5"])
+    arguments = ("umt5", "UMT5EncoderModel", "--t5-path", str(folder), ["umt5"])
     with pytest.raises(ConfigError, match="trust_remote_code"):
         load_model(*arguments)
     strange.rename(tmp_path / "strange")
@@ -74,7 +74,7 @@ def test_a_text_encoder_neither_unpickles_nor_asks(tmp_path: Path, marker: Path)
     weights = load_file(folder / "model.safetensors")
     torch.save({**weights, "trap": Trap(marker)}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="`t5_path` .* holds no model and tokenizer that can be"):
+    with pytest.raises(ConfigError, match="`--t5-path` .* holds no model and tokenizer that can"):
         load_model(*arguments)
     assert not marker.exists()
 

@@ -188,9 +188,9 @@ def _with_config(folder: Path) -> None:
 
 def _tensors(folder: Path) -> None:
     with TensorFolder(folder) as tensors:
-        tensors.dtypes()
         tensors.shapes()
         for name in tensors.names:
+            tensors.dtype(name)
             tensors.tensor(name)
 
 

@@ -114,9 +114,9 @@ MISSING = {
         "`--lr` (abc)",
         "`--video-data-path` (FOLDER/a) is neither a file nor a folder",
         "`--video-valid-path` (FOLDER/b) is neither a file nor a folder",
-        "`t5_path` (FOLDER/t5) must be a local folder",
-        "`clip_path` (FOLDER/clip) must be a local folder",
-        "`codec` (FOLDER/vae) must be",
+        "`--t5-path` (FOLDER/t5) must be a local folder",
+        "`--clip-path` (FOLDER/clip) must be a local folder",
+        "`--codec` (FOLDER/vae) must be",
     ),
     "--task streaming --lr abc --prompts-path FOLDER/p --second-prompts-path FOLDER/q "
     "--teacher-checkpoint FOLDER/t --critic-checkpoint FOLDER/c --load FOLDER/l": (
@@ -180,7 +180,7 @@ def test_what_samples_clips_is_known_before_the_run(refused: Refused, tmp_path: 
     assert refused(of_words, samples, STARTED) == ""
     of_umt5 = write_clips(tmp_path / "umt5", {SHORT: 8}, text_encoder=UMT5)
     said = refused(of_umt5, samples)
-    assert "`t5_path` (None) must be a local folder when `text_encoder` is umt5" in said
+    assert "`--t5-path` is missing, which `--text-encoder umt5` needs" in said
     path = write_clips(tmp_path / "old", {SHORT: 8}) / "manifest.json"
     manifest = json.loads(path.read_text())
     del manifest["fps"], manifest["text_encoder"]["width"]

@@ -23,7 +23,7 @@ _CLOCKS = 60.0
 """Seconds by which the clocks of the machines that write metrics and samples may differ."""
 _MAX_TEXT = 1000
 """Largest number of characters of a text that a page shows."""
-_CLIP = re.compile(r"sample_\d{3,9}\.mp4$")
+_CLIP = re.compile(r"sample_\d{3,9}\.(mp4|png)$")
 _PNG = b"\x89PNG\r\n\x1a\n"
 
 

@@ -26,6 +26,11 @@ FOLDERS = {
 HASHED_WIDTH = 64
 
 
+def spelled(field: str) -> str:
+    """Return the flag of a field that says how clips are encoded, such as ``--t5-path``."""
+    return f"--{field.replace('_', '-')}"
+
+
 TILE_FLAGS = ("codec_tile", "codec_tile_frames")
 """The fields of `CodecConfig` that say how a VAE computes, not what its latents are."""
 
@@ -77,24 +82,24 @@ class CodecConfig:
             )
         if self.codec_scale == 0:
             raise ConfigError(
-                f"`codec_scale` ({self.codec_scale}) must differ from 0; use 1 / standard "
+                f"`--codec-scale` ({self.codec_scale}) must differ from 0; use 1 / standard "
                 "deviation of the latents."
             )
         given = {
-            f.name: f"`{f.name}` ({getattr(self, f.name)})"
+            f.name: f"`{spelled(f.name)}` ({getattr(self, f.name)})"
             for f in fields(self)
             if f.name != "codec" and getattr(self, f.name) != f.default
         }
         sizes = [text for name, text in given.items() if name not in TILE_FLAGS]
         if sizes and self.codec != PATCH:
             raise ConfigError(
-                f"{' and '.join(sizes)} must be left out with `codec` {self.codec}: a VAE's own "
+                f"{' and '.join(sizes)} must be left out with `--codec {self.codec}`: a VAE's own "
                 f"configuration decides; only `{PATCH}` takes sizes."
             )
         if self.codec == PATCH and len(given) > len(sizes):
             named = " and ".join(text for name, text in given.items() if name in TILE_FLAGS)
             raise ConfigError(
-                f"{named} must be left out with `codec` {PATCH}, which computes every patch by "
+                f"{named} must be left out with `--codec {PATCH}`, which computes every patch by "
                 "itself; only a VAE needs tiles."
             )
 
@@ -118,15 +123,16 @@ class TextEncoderConfig:
     def __post_init__(self) -> None:
         if self.text_encoder not in FOLDERS:
             raise ConfigError(
-                f"`text_encoder` ({self.text_encoder}) must be {', '.join([*FOLDERS][:-1])} or "
+                f"`--text-encoder` ({self.text_encoder}) must be {', '.join([*FOLDERS][:-1])} or "
                 f"{LLAMA_CLIP}; choose one."
             )
         check_ranges(self)
         for name in ("text_width", "pooled_width"):
             if self.text_encoder != HASHED and getattr(self, name) != HASHED_WIDTH:
                 raise ConfigError(
-                    f"`{name}` ({getattr(self, name)}) must be left out with `text_encoder` "
-                    f"{self.text_encoder}: the models decide; only {HASHED} takes it."
+                    f"`{spelled(name)}` ({getattr(self, name)}) must be left out with "
+                    f"`--text-encoder {self.text_encoder}`: the models decide; only {HASHED} takes "
+                    "it."
                 )
         for name in dict.fromkeys(name for names in FOLDERS.values() for name in names):
             path = getattr(self, name)
@@ -134,13 +140,13 @@ class TextEncoderConfig:
             if not needed and path is not None:
                 takes = " or ".join(kind for kind, names in FOLDERS.items() if name in names)
                 raise ConfigError(
-                    f"`{name}` ({path}) has an effect only with `text_encoder` {takes}; choose "
-                    "it, or leave the path out."
+                    f"`{spelled(name)}` ({path}) has an effect only with `--text-encoder` {takes}; "
+                    "choose it, or leave the path out."
                 )
             if needed and path is None:
                 raise ConfigError(
-                    f"`{name}` (None) must be a local folder when `text_encoder` is "
-                    f"{self.text_encoder}; nothing is loaded from a hub, so give the path."
+                    f"`{spelled(name)}` is missing, which `--text-encoder {self.text_encoder}` "
+                    "needs: a local folder, since nothing is loaded from a hub; give the path."
                 )
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.conversion import verified_folder
 from megatron_ext.checkpoint.safetensors_files import (
+    SAFETENSORS,
     check_target,
     plan_files,
     torch_dtype,
@@ -41,7 +42,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.config.run import VideoConfig
-from megatron_ext.video.convert.find import SAFETENSORS, sizes_of
+from megatron_ext.video.convert.find import sizes_of
 from megatron_ext.video.networks.published import Conversion, Form, Mapped, Shapes, seen_as
 from megatron_ext.video.streaming.config import STORED_ROLES
 

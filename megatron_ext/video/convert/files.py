@@ -1,9 +1,9 @@
 """Opens published weights of a video network, in each form in which they are published.
 
-They lie in a folder of safetensors, in a single file of safetensors (ComfyUI's), or in a file of
-torch.save (Self-Forcing's, Tencent's). Names may have the prefixes of modules that held the
-network, and weights may be in 8 bits with a scale. `PlainTensors` gives the network's own names
-and values.
+They lie in a folder of files of safetensors or torch.save, in a single file of safetensors
+(ComfyUI's), or in one of torch.save (Self-Forcing's, Tencent's). Names may have the prefixes of
+modules that held the network, and weights may be in 8 bits with a scale. `PlainTensors` gives the
+network's own names and values.
 """
 
 from __future__ import annotations
@@ -13,20 +13,26 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from megatron_ext.checkpoint.safetensors_files import (
+    SAFETENSORS,
     TensorFolder,
     check_dtype,
+    file_of_each,
+    index_of,
+    index_path,
 )
 from megatron_ext.checkpoint.unpickling import plain_content
 from megatron_ext.disk.reading import UnreadableFile, parse_json
 from megatron_ext.errors import CheckpointError
-from megatron_ext.video.convert.find import SAFETENSORS
 
+PICKLED = ".bin"
+"""The ending of files of torch.save in folders of diffusers."""
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
 """Parts that torch's wrappers (FSDP, checkpointing, compile) add to parameter names."""
 _IN_PIPELINE = "model.diffusion_model."
@@ -52,6 +58,8 @@ _SCALES = (".scale_weight", ".weight_scale")
 """Endings of the names of scales: a weight in 8 bits times its scale is the network's weight."""
 _DESCRIBED = ".comfy_quant"
 """Ending of the names of ComfyUI's descriptions of quantized weights: JSON as a tensor of bytes."""
+_IN_HEADER = "_quantization_metadata"
+"""Entry in the header of a file of safetensors with the same descriptions of all layers."""
 _ABOUT_INPUTS = (".scale_input", ".input_scale", _DESCRIBED)
 """Endings of tensors beside 8-bit weights which tell how to multiply them, and change no weight."""
 _MARK = "scaled_fp8"
@@ -93,6 +101,11 @@ class StoredTensors(Protocol):
 
     def tensor(self, name: str) -> Tensor: ...
 
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Return texts beside the tensors, such as safetensors' headers have."""
+        ...
+
 
 class PlainTensors:
     """The tensors of a folder or file, under the network's own names and without 8-bit scales.
@@ -131,17 +144,12 @@ class PlainTensors:
 
         ``stored`` has the full name of each tensor by its name without prefixes.
         """
-        for name, full in stored.items():
-            if not name.endswith(_DESCRIBED):
-                continue
-            raw = bytes(self._source.tensor(full).flatten().to(torch.uint8).tolist())
-            kind: Any = repr(raw[:50])
+        for name, layer in self._described(stored).items():
+            kind: Any = repr(layer)[:50]
             rotated = False
-            with suppress(UnreadableFile):
-                layer = parse_json(raw, self.folder)
-                if isinstance(layer, dict) and "format" in layer:
-                    kind = layer["format"]
-                    rotated = bool(layer.get("convrot"))
+            if isinstance(layer, Mapping) and "format" in layer:
+                kind = layer["format"]
+                rotated = bool(layer.get("convrot"))
             if kind not in _EIGHT_BITS or rotated:
                 raise CheckpointError(
                     f"{self.folder} holds `{name}`, so that ComfyUI has quantized the weight as "
@@ -154,6 +162,29 @@ class PlainTensors:
                 f"{self.folder} holds `{lost[0]}`, but no weight that it scales; copy the whole "
                 "model again."
             )
+
+    def _described(self, stored: Mapping[str, str]) -> dict[str, Any]:
+        """Return ComfyUI's descriptions of quantized weights, by the names that they have.
+
+        They are tensors beside the weights, or lie in the headers of the files.
+        """
+        found = dict[str, Any]()
+        for name, full in stored.items():
+            if name.endswith(_DESCRIBED):
+                raw = bytes(self._source.tensor(full).flatten().to(torch.uint8).tolist())
+                found[name] = raw[:50]
+                with suppress(UnreadableFile):
+                    found[name] = parse_json(raw, self.folder)
+        text = self._source.metadata.get(_IN_HEADER)
+        if text is not None:
+            header: Any = None
+            with suppress(UnreadableFile):
+                header = parse_json(text, self.folder)
+            layers = header.get("layers") if isinstance(header, dict) else None
+            if not isinstance(layers, dict):
+                layers = {"": text}
+            found |= {f"{_IN_HEADER}: {name}": layer for name, layer in layers.items()}
+        return found
 
     @property
     def names(self) -> set[str]:
@@ -238,6 +269,8 @@ class TensorFile:
         if path.stem.endswith("_fp8"):
             self._tensors = {**self._tensors, **_scales_beside(path, self._tensors, flag)}
 
+    metadata: Mapping[str, str] = MappingProxyType({})
+
     @property
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -250,6 +283,72 @@ class TensorFile:
 
     def tensor(self, name: str) -> Tensor:
         return self._tensors[name]
+
+
+class PickledFolder(TensorFile):
+    """The tensors of ``<stem>.bin`` in a folder, or of the files that its index lists.
+
+    Raises:
+        CheckpointError: a file cannot be read, or does not hold what the index says.
+    """
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        listed = file_of_each(folder, stem, PICKLED)
+        files = sorted(set(listed.values())) or [f"{stem}{PICKLED}"]
+        held = {name: _chosen(folder / name, None, "--entry") for name in files}
+        lost = next((name for name, file in listed.items() if name not in held[file]), None)
+        if lost is not None:
+            raise CheckpointError(
+                f"{folder / listed[lost]} does not hold `{lost}`, which "
+                f"{index_path(folder, stem, PICKLED).name} says; copy the whole model again."
+            )
+        self._tensors = {k: v for tensors in held.values() for k, v in tensors.items()}
+
+
+@contextmanager
+def open_folder(folder: Path, stem: str) -> Iterator[PlainTensors]:
+    """Open the weights in a folder, and yield their tensors.
+
+    They are files of safetensors or, if there are none, of torch.save.
+
+    Args:
+        stem: beginning of the names of the files. Of a variant alone, such as ``<stem>.fp16``, the
+            files are taken, too.
+
+    Raises:
+        CheckpointError: the files cannot be read, or are those of several variants.
+    """
+    own = stem_of(folder, stem, SAFETENSORS)
+    pickled = None if own is not None else stem_of(folder, stem, PICKLED)
+    if pickled is not None:
+        yield PlainTensors(PickledFolder(folder, pickled), folder)
+        return
+    with TensorFolder(folder, own or stem) as tensors:
+        yield PlainTensors(tensors, folder)
+
+
+def stem_of(folder: Path, stem: str, suffix: str) -> str | None:
+    """Return the beginning of the names of a folder's files of weights that end with ``suffix``.
+
+    It is ``stem``, or has a variant's name at its end, such as ``<stem>.fp16``, if the folder holds
+    one variant alone. None is returned if there are no such files.
+
+    Raises:
+        CheckpointError: the folder has several variants.
+    """
+    if (folder / f"{stem}{suffix}").is_file() or (folder / index_of(stem, suffix)).is_file():
+        return stem
+    index = re.compile(rf"{re.escape(stem)}{re.escape(suffix)}\.index\.(\w+)\.json")
+    own = re.compile(rf"{re.escape(stem)}\.(\w+){re.escape(suffix)}(?:\.index\.json)?")
+    names = sorted(path.name for path in folder.iterdir())
+    matches = [own.fullmatch(name) or index.fullmatch(name) for name in names]
+    variants = sorted({match[1] for match in matches if match is not None})
+    if len(variants) > 1:
+        raise CheckpointError(
+            f"{folder} holds several variants of the weights ({', '.join(variants)}); give a file "
+            "of one of them, or a folder with one alone."
+        )
+    return f"{stem}.{variants[0]}" if variants else None
 
 
 def _scales_beside(path: Path, tensors: Mapping[str, Tensor], flag: str) -> dict[str, Tensor]:

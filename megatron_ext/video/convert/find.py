@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.checkpoint.safetensors_files import file_of_each
+from megatron_ext.checkpoint.safetensors_files import SAFETENSORS, file_of_each
 from megatron_ext.config.run import RunConfig
 from megatron_ext.disk.reading import read_model_settings
 from megatron_ext.errors import CheckpointError
@@ -24,7 +24,6 @@ from megatron_ext.video.networks.lookup import (
 from megatron_ext.video.networks.published import CLASS, Conversion, Form
 from megatron_ext.video.streaming.config import Role, StreamingConfig
 
-SAFETENSORS = ".safetensors"
 SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".ckpt", ".bin")
 """The endings of files of weights that can be read."""
 _INDEX = ".safetensors.index.json"

@@ -16,18 +16,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from megatron_ext.checkpoint.safetensors_files import TensorFolder, index_of
+from megatron_ext.checkpoint.safetensors_files import SAFETENSORS
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
-from megatron_ext.video.convert.files import PlainTensors, open_file
+from megatron_ext.video.convert.files import PICKLED, PlainTensors, open_file, open_folder
 from megatron_ext.video.convert.find import (
-    SAFETENSORS,
     check_file,
     check_no_pointer,
     form_of_folder,
     form_of_index,
     form_of_names,
-    is_shard,
     read_config,
 )
 from megatron_ext.video.networks.published import Conversion, Form, Mapped, Part, seen_as
@@ -146,8 +144,8 @@ def open_published(
     of a file, and of a folder that has an index instead, names and shapes of the tensors tell all.
 
     Args:
-        source: folder with safetensors and config.json or an index, or a file of safetensors or
-            torch.save.
+        source: folder with config.json or an index of safetensors, or a file; both of safetensors
+            or torch.save.
         entry: key in a torch.save file; None takes the file's only dictionary of tensors.
         flag: the flag that gives ``entry``, for messages.
 
@@ -173,20 +171,19 @@ def open_published(
     listed = form_of_index(source)
     if listed is not None:
         stem, conversion, form = listed
-        with TensorFolder(source, stem) as folder:
-            tensors = PlainTensors(folder, source)
+        with open_folder(source, stem) as tensors:
             sizes = form.read_shapes(tensors.shapes(), source)
             yield Published(source, conversion, form, sizes, tensors)
         return
     conversion, named = form_of_folder(source)
-    for path in source.glob(f"{named.stem}*.safetensors"):
-        check_no_pointer(path)
+    for suffix in (SAFETENSORS, PICKLED):
+        for path in source.glob(f"{named.stem}*{suffix}"):
+            check_no_pointer(path)
     form = _form_of_tensors(source, conversion, named)
     sizes = None
     if form.read_config is not None:
         sizes = form.read_config(read_config(source), source / "config.json")
-    with TensorFolder(source, _stem(source, named.stem)) as folder:
-        tensors = PlainTensors(folder, source)
+    with open_folder(source, named.stem) as tensors:
         if sizes is None:
             sizes = form.read_shapes(tensors.shapes(), source)
         elif form.completed is not None:
@@ -200,36 +197,12 @@ def _form_of_tensors(folder: Path, conversion: Conversion, named: Form) -> Form:
     VideoX-Fun has a class of diffusers' name for weights with the names of the original repository.
     """
     try:
-        with TensorFolder(folder, _stem(folder, named.stem)) as opened:
-            names = PlainTensors(opened, folder).names
+        with open_folder(folder, named.stem) as tensors:
+            names = tensors.names
     except CheckpointError:
         return named  # Who opens the folder then is told why it cannot be read.
     forms = (named, *conversion.forms)
     return next((form for form in forms if form.knows(names)), named)
-
-
-def _stem(folder: Path, stem: str) -> str:
-    """Return the beginning of the names of a folder's files of weights.
-
-    It is ``stem``, or has a variant's name at its end, such as ``<stem>.fp16``, if the folder holds
-    one variant alone.
-
-    Raises:
-        CheckpointError: the folder has several variants, or one in several files.
-    """
-    if (folder / f"{stem}{SAFETENSORS}").is_file() or (folder / index_of(stem)).is_file():
-        return stem
-    variants = sorted(
-        path.name.removesuffix(SAFETENSORS) for path in folder.glob(f"{stem}.*{SAFETENSORS}")
-    )
-    if not variants or any(is_shard(name + SAFETENSORS) for name in variants):
-        return stem
-    if len(variants) > 1:
-        names = " or ".join(name + SAFETENSORS for name in variants)
-        raise CheckpointError(
-            f"{folder} holds several variants of the weights; give one of the files {names}."
-        )
-    return variants[0]
 
 
 def fill(shards: Iterable[Shard], model: Published, bar: str = "Loading") -> None:

@@ -119,7 +119,10 @@ def digest_of(source: Path) -> str:
 
     It covers the size of each file, its beginning, which holds names and shapes, and parts of it.
     """
-    paths = [source] if source.is_file() else sorted(source.glob("*.safetensors"))
+    if source.is_file():
+        paths = [source]
+    else:
+        paths = sorted(source.glob("*.safetensors")) or sorted(source.glob("*.bin"))
     digest = hashlib.sha256()
     for path in paths:
         size = path.stat().st_size
@@ -211,12 +214,15 @@ def _size_errors(run: RunConfig, model: Description) -> list[FlagError]:
     sizes = sizes_of(run)
     words = _differences(sizes, model)
     if words:
+        usual = "leave out the flags of its size, or give data that is encoded for it"
+        differing = [name for name, *_ in _differing(sizes, model)]
+        remedies = model.conversion.remedies
         return [
             FlagError(
                 "--load-weights",
                 model.source,
                 f"holds a model with {words} as this run by its flags and its data",
-                "leave out the flags of its size, or give data that is encoded for it",
+                next((remedies[name] for name in differing if name in remedies), usual),
             )
         ]
     new = _lacks(sizes, model)
@@ -244,13 +250,20 @@ def _differences(ours: Any, model: Description) -> str:
     """Return text on the sizes of a model that are not ``ours``; "" if it has all of them."""
     if type(ours) is not type(model.sizes):
         return f"the blocks of {model.conversion.title}"
-    differing = [
+    differing = _differing(ours, model)
+    return " and ".join(f"{name} {theirs}, not {value}" for name, theirs, value in differing)
+
+
+def _differing(ours: Any, model: Description) -> list[tuple[str, Any, Any]]:
+    """Return name, the model's value and ours of each size that differs; [] for another network."""
+    if type(ours) is not type(model.sizes):
+        return []
+    found = [
         (f.name, getattr(model.sizes, f.name), getattr(ours, f.name))
         for f in dataclasses.fields(ours)
         if getattr(model.sizes, f.name) != getattr(ours, f.name)
     ]
-    differing = [x for x in differing if not _adds(model, *x)]
-    return " and ".join(f"{name} {theirs}, not {value}" for name, theirs, value in differing)
+    return [x for x in found if not _adds(model, *x)]
 
 
 def check_network(flag: str, path: str, sizes: Any) -> None:

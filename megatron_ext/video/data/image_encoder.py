@@ -41,8 +41,8 @@ class ImageEncoder:
             import transformers
         except ImportError:
             raise ConfigError(
-                f"`image_encoder` ({path}) needs the package transformers, which is not installed; "
-                "run `pip install 'megatron-ext[video]'`."
+                f"`--image-encoder` ({path}) needs the package transformers, which is not "
+                "installed; run `pip install 'megatron-ext[video]'`."
             ) from None
         try:
             self._processor = transformers.CLIPImageProcessor.from_pretrained(
@@ -55,12 +55,12 @@ class ImageEncoder:
         # Damaged files raise errors of safetensors, pickle or torch, which have no common class.
         except Exception as error:
             raise ConfigError(
-                f"`image_encoder` ({path}) holds no model that can be loaded ({error}); copy the "
+                f"`--image-encoder` ({path}) holds no model that can be loaded ({error}); copy the "
                 "whole folder again."
             ) from error
         if info["missing_keys"]:
             raise ConfigError(
-                f"`image_encoder` ({path}) lacks the weights "
+                f"`--image-encoder` ({path}) lacks the weights "
                 f"{', '.join(sorted(info['missing_keys']))}; copy the whole folder again."
             )
         self._model = model.eval().requires_grad_(False).to(self.device)
@@ -69,7 +69,7 @@ class ImageEncoder:
         self.tokens = (sizes.image_size // sizes.patch_size) ** 2 + 1
         self.identity = {
             "clip": public(settings),
-            "preprocessor": public(read_settings("image_encoder", processor, _PREPROCESSOR)),
+            "preprocessor": public(read_settings("--image-encoder", processor, _PREPROCESSOR)),
         }
 
     @torch.no_grad()
@@ -93,18 +93,18 @@ def _preprocessor_folder(path: str) -> str:
         if (folder / _PREPROCESSOR).is_file():
             return str(folder)
     raise ConfigError(
-        f"`image_encoder` ({path}) must have a {_PREPROCESSOR}, in it or in {sibling}, which says "
-        "how pictures are resized; copy it too."
+        f"`--image-encoder` ({path}) must have a {_PREPROCESSOR}, in it or in {sibling}, which "
+        "says how pictures are resized; copy it too."
     )
 
 
 def check_image_encoder(path: str) -> dict[str, Any]:
     """Return the config.json of an image encoder; raise ConfigError if it is none of CLIP."""
-    settings = read_settings("image_encoder", path)
+    settings = read_settings("--image-encoder", path)
     model_type = settings.get("model_type")
     if model_type not in _TYPES:
         raise ConfigError(
-            f"`image_encoder` ({path}) holds a model of type {model_type}, but must hold one of "
+            f"`--image-encoder` ({path}) holds a model of type {model_type}, but must hold one of "
             f"type {' or '.join(_TYPES)}; correct the path."
         )
     _preprocessor_folder(path)

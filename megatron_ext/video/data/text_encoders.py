@@ -23,6 +23,7 @@ from megatron_ext.video.config.encoding import (
     LLAMA_CLIP,
     T5_CLIP,
     TextEncoderConfig,
+    spelled,
 )
 from megatron_ext.video.config.encoding import UMT5 as UMT5_NAME
 from megatron_ext.video.data.model_folders import (
@@ -129,7 +130,7 @@ def load_model(
         import transformers
     except ImportError:
         raise ConfigError(
-            f"`text_encoder` {text_encoder} needs the package transformers, which is not "
+            f"`--text-encoder {text_encoder}` needs the package transformers, which is not "
             f"installed; run `pip install 'megatron-ext[video]'`, or choose {HASHED}."
         ) from None
     model_type = read_settings(name, path).get("model_type")
@@ -186,7 +187,9 @@ class _PooledClip:
 
     def __init__(self, text_encoder: str, path: str, device: torch.device) -> None:
         types = ["clip", "clip_text_model"]
-        model, self._tokenizer = load_model(text_encoder, "CLIPTextModel", "clip_path", path, types)
+        model, self._tokenizer = load_model(
+            text_encoder, "CLIPTextModel", "--clip-path", path, types
+        )
         self._model = model.to(device)
         self._device = device
         self.width = int(model.config.hidden_size)
@@ -210,7 +213,7 @@ class T5AndClip:
         self.device = device
         t5 = str(config.t5_path)
         clip = str(config.clip_path)
-        model, self._tokenizer = load_model(T5_CLIP, "T5EncoderModel", "t5_path", t5, ["t5"])
+        model, self._tokenizer = load_model(T5_CLIP, "T5EncoderModel", "--t5-path", t5, ["t5"])
         self._t5 = model.to(device)
         self.width = int(model.config.d_model)
         self._clip = _PooledClip(T5_CLIP, clip, device)
@@ -218,8 +221,8 @@ class T5AndClip:
         self.identity = {
             "text_encoder": T5_CLIP,
             "length": self.length,
-            "t5": public(read_settings("t5_path", t5)),
-            "clip": public(read_settings("clip_path", clip)),
+            "t5": public(read_settings("--t5-path", t5)),
+            "clip": public(read_settings("--clip-path", clip)),
         }
 
     @torch.no_grad()
@@ -248,11 +251,11 @@ class UMT5:
         self.length = config.text_length
         self.device = device
         model, self._tokenizer = load_model(
-            UMT5_NAME, "UMT5EncoderModel", "t5_path", path, ["umt5"]
+            UMT5_NAME, "UMT5EncoderModel", "--t5-path", path, ["umt5"]
         )
         self._model = model.to(device)
         self.width = int(model.config.d_model)
-        settings = public(read_settings("t5_path", path))
+        settings = public(read_settings("--t5-path", path))
         self.identity = {"text_encoder": UMT5_NAME, "length": self.length, "umt5": settings}
 
     @torch.no_grad()
@@ -296,7 +299,7 @@ class LlamaAndClip:
         self.length = config.text_length
         self.device = device
         types = ["llama", "llava"]
-        model, self._tokenizer = load_model(LLAMA_CLIP, "AutoModel", "llama_path", path, types)
+        model, self._tokenizer = load_model(LLAMA_CLIP, "AutoModel", "--llama-path", path, types)
         # The whole model of the original repository also sees pictures.
         self._llama = getattr(model, "language_model", model).to(device)
         # Rows are cut off at the left; tokenizers of chat models may pad there.
@@ -308,8 +311,8 @@ class LlamaAndClip:
         self.identity = {
             "text_encoder": LLAMA_CLIP,
             "length": self.length,
-            "llama": public(read_settings("llama_path", path)),
-            "clip": public(read_settings("clip_path", clip)),
+            "llama": public(read_settings("--llama-path", path)),
+            "clip": public(read_settings("--clip-path", clip)),
         }
 
     @torch.no_grad()
@@ -353,28 +356,42 @@ def encoder_checks(config: TextEncoderConfig) -> list[Callable[[], Any]]:
     A check is a function that reads the folder's config.json and raises ConfigError if it cannot.
     """
     paths = {name: getattr(config, name) for name in FOLDERS[config.text_encoder]}
-    return [partial(read_settings, name, path) for name, path in paths.items() if path is not None]
+    return [
+        partial(read_settings, spelled(name), path)
+        for name, path in paths.items()
+        if path is not None
+    ]
 
 
-def width_of(config: TextEncoderConfig) -> int:
-    """Return d, the number of features of a token embedding, without loading a model.
+def widths_of(config: TextEncoderConfig) -> tuple[int, int]:
+    """Return the features of a token embedding and of the pooled vector, without loading a model.
 
-    ConfigError is raised if the folder of the model has no config.json that gives d.
+    ConfigError is raised if a folder of the encoder has no config.json that gives its width.
     """
     if config.text_encoder == HASHED:
-        return config.text_width
-    name = FOLDERS[config.text_encoder][0]
-    path = str(getattr(config, name))
-    settings = read_settings(name, path)
-    entry = "hidden_size" if config.text_encoder == LLAMA_CLIP else "d_model"
-    # The whole model of HunyuanVideo's original repository has the settings of Llama in an entry.
-    width = settings.get("text_config", settings).get(entry)
-    if not isinstance(width, int) or width < 1:
-        raise ConfigError(
-            f"`{name}` ({path}) has a config.json whose `{entry}` is {width!r}, but must be the "
-            "width of the model; correct the path."
-        )
-    return width
+        return config.text_width, config.pooled_width
+    widths = {_POOLED: 0}
+    for name in FOLDERS[config.text_encoder]:
+        path = str(getattr(config, name))
+        settings = read_settings(spelled(name), path)
+        # The whole model of HunyuanVideo's original repository has Llama's settings in an entry, as
+        # CLIP with both of its models has.
+        settings = settings.get("text_config", settings)
+        entry = "d_model" if name == "t5_path" else "hidden_size"
+        width = settings.get(entry)
+        if not isinstance(width, int) or width < 1:
+            raise ConfigError(
+                f"`{spelled(name)}` ({path}) has a config.json whose `{entry}` is {width!r}, but "
+                "must be the width of the model; correct the path."
+            )
+        widths[name] = width
+    pooled = widths.pop(_POOLED)
+    (width,) = widths.values()
+    return width, pooled
+
+
+_POOLED = "clip_path"
+"""The field of the model that gives pooled vectors; the other one gives rows of tokens."""
 
 
 def text_encoder_from_manifest(
@@ -401,7 +418,8 @@ def text_encoder_from_manifest(
     encoder = build_text_encoder(config, device)
     differing = compared(manifest["text_encoder"], encoder.identity)
     if differing:
-        models = " and ".join(f"`{x}` ({getattr(config, x)})" for x in FOLDERS[config.text_encoder])
+        folders = FOLDERS[config.text_encoder]
+        models = " and ".join(f"`{spelled(x)}` ({getattr(config, x)})" for x in folders)
         raise DataError(
             f"The captions were not encoded with the models of {models}: {differing}; give the "
             "folders that preprocessed them."
@@ -439,5 +457,5 @@ def check_text_encoder(
     given: dict[str, Any] = dict(zip(flags, sizes, strict=False))
     config = TextEncoderConfig(name, t5_path, clip_path, llama_path=llama_path, **given)
     for folder in FOLDERS[name]:
-        read_settings(folder, str(getattr(config, folder)))
+        read_settings(spelled(folder), str(getattr(config, folder)))
     return config

@@ -86,8 +86,8 @@ class DiffusersCodec(VideoCodec):
             if value is not None:
                 return int(value)
         raise ConfigError(
-            f"`codec` ({self.folder}) must be a causal video VAE, {' or '.join(_OF_PICTURES)}, but "
-            f"is an {self._kind} with neither of {', '.join(names)}; use another VAE."
+            f"`--codec` ({self.folder}) must be a causal video VAE, {' or '.join(_OF_PICTURES)}, "
+            f"but is an {self._kind} with neither of {', '.join(names)}; use another VAE."
         )
 
     def _statistics(self) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ class DiffusersCodec(VideoCodec):
         mean, std = map(self._by_channel, names, given)
         if not (std > 0).all():
             raise ConfigError(
-                f"`codec` ({self.folder}) has `latents_std` {std.flatten().tolist()}, which must "
+                f"`--codec` ({self.folder}) has `latents_std` {std.flatten().tolist()}, which must "
                 "be above 0; correct its config.json."
             )
         return mean, std / (config.get("scaling_factor") or 1.0)
@@ -122,7 +122,7 @@ class DiffusersCodec(VideoCodec):
             or not all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
         ):
             raise ConfigError(
-                f"`codec` ({self.folder}) has `{name}` {shortened(numbers)}, which must be a "
+                f"`--codec` ({self.folder}) has `{name}` {shortened(numbers)}, which must be a "
                 f"number for each of its {self.channels} latent channels; correct its config.json."
             )
         column = torch.tensor(numbers, dtype=torch.float32, device=self.device)
@@ -241,7 +241,7 @@ class DiffusersCodec(VideoCodec):
         middle, deviation = self._over_all_tiles(self._posterior, pixels, decodes=False).chunk(2, 1)
         if tuple(middle.shape) != shape:
             raise ConfigError(
-                f"`codec` ({self.folder}) gives latents of shape {tuple(middle.shape)}, "
+                f"`--codec` ({self.folder}) gives latents of shape {tuple(middle.shape)}, "
                 f"but a causal VAE gives {shape}; use another VAE."
             )
         if mean:
@@ -325,13 +325,13 @@ def read_config(folder: str) -> dict[str, Any]:
             advice = f"give the folder, {Path(folder).parent}"
     if reason is not None:
         raise ConfigError(
-            f"`codec` ({folder}) must be `{PATCH}` or a local folder with a diffusers VAE, but "
+            f"`--codec` ({folder}) must be `{PATCH}` or a local folder with a diffusers VAE, but "
             f"{path} cannot be used ({reason}); {advice}."
         )
     name = settings["_class_name"]
     if name in _OF_PICTURES and not _is_number(settings.get("scaling_factor")):
         raise ConfigError(
-            f"`codec` ({folder}) is an {name} whose config.json has the `scaling_factor` "
+            f"`--codec` ({folder}) is an {name} whose config.json has the `scaling_factor` "
             f"{settings.get('scaling_factor')!r}, which must be a number other than 0; write that "
             "of the model into it."
         )
@@ -347,13 +347,13 @@ def _load_vae(folder: str, name: str) -> Any:
         import diffusers
     except ImportError:
         raise ConfigError(
-            f"`codec` ({folder}) needs the package diffusers, which is not installed; run `pip "
+            f"`--codec` ({folder}) needs the package diffusers, which is not installed; run `pip "
             f"install diffusers`, or use `{PATCH}`."
         ) from None
     kind = getattr(diffusers, name, None) if str(name).startswith("Autoencoder") else None
     if kind is None:
         raise ConfigError(
-            f"`codec` ({folder}) is of the class {name}, which is no VAE of the installed "
+            f"`--codec` ({folder}) is of the class {name}, which is no VAE of the installed "
             "diffusers; give the folder of a VAE, or install a newer diffusers."
         )
     variant = variant_of(folder, ("diffusion_pytorch_model",))
@@ -364,17 +364,17 @@ def _load_vae(folder: str, name: str) -> Any:
     # Damaged weights raise errors of safetensors, pickle or torch, which have no common class.
     except Exception as error:
         raise ConfigError(
-            f"`codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
+            f"`--codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
             "the whole folder again."
         ) from error
     if info["missing_keys"]:
         raise ConfigError(
-            f"`codec` ({folder}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
-            "the whole folder again."
+            f"`--codec` ({folder}) lacks the weights {', '.join(sorted(info['missing_keys']))}; "
+            "copy the whole folder again."
         )
     if vae.config.get("timestep_conditioning"):
         raise ConfigError(
-            f"`codec` ({folder}) is an {name} that decodes by a timestep, which is not supported; "
-            "use one without `timestep_conditioning`."
+            f"`--codec` ({folder}) is an {name} that decodes by a timestep, which is not "
+            "supported; use one without `timestep_conditioning`."
         )
     return vae

@@ -264,6 +264,8 @@ class Conversion:
         adds: fields of the sizes by which a run may add a branch that the weights lack, such as an
             input for reference frames. The branch's parameters, which `mark_new_branch` marks, keep
             their initial values.
+        remedies: what to do, by field of the sizes, if a run builds a network of another size than
+            its weights have.
     """
 
     title: str
@@ -275,6 +277,7 @@ class Conversion:
     adapted: re.Pattern[str] | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     adds: frozenset[str] = field(default_factory=frozenset)
+    remedies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def classes(self) -> tuple[str, ...]:

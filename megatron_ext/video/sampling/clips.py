@@ -1,4 +1,4 @@
-"""Writes sampled clips as mp4 files, with a jsonl list and an image of stills (contact sheet)."""
+"""Writes sampled clips as mp4 or png files, with a jsonl list and a contact sheet of stills."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ TITLE = 20
 """The height of a title in the contact sheet, in pixels."""
 GAP = 4
 
-_CLIP = re.compile(r"sample_\d{3,}\.mp4")
+_CLIP = re.compile(r"sample_\d{3,}\.(mp4|png)")
 
 
-def clip_name(number: int) -> str:
-    return f"sample_{number:03}.mp4"
+def clip_name(number: int, *, is_picture: bool = False) -> str:
+    return f"sample_{number:03}.{'png' if is_picture else 'mp4'}"
 
 
 def write_clips(
@@ -49,7 +49,8 @@ def write_clips(
 ) -> None:
     """Write P clips, their contact sheet and a list of them into a folder.
 
-    The files are ``sample_000.mp4`` and so on, ``contact_sheet.png`` with stills of all clips, and
+    The files are ``sample_000.mp4`` and so on, or ``sample_000.png`` for clips of one frame,
+    ``contact_sheet.png`` with stills of all clips, and
     ``samples.jsonl`` with a row for each clip. They are written into a temporary folder, which then
     replaces ``folder``, so that it is never incomplete. Earlier samples in ``folder`` are lost.
 
@@ -68,13 +69,23 @@ def write_clips(
     try:
         clips = [as_bytes(clip[None])[0] for clip in pixels]
         for number, clip in enumerate(clips):
-            with closing(Mp4Writer(writing / clip_name(number), fps)) as writer:
-                writer.append(clip)
+            _write_clip(writing / clip_name(number, is_picture=len(clip) == 1), clip, fps)
         noted = {"seed": seed, "fps": fps, **(facts or {})}
-        describe(writing, requests, clips, num_frames=len(clips[0]), facts=noted)
+        frames = len(clips[0])
+        describe(writing, requests, clips, num_frames=frames, facts=noted, pictures=frames == 1)
         publish(writing, target)
     finally:
         shutil.rmtree(writing, ignore_errors=True)
+
+
+def _write_clip(path: Path, clip: NDArray[np.uint8], fps: float) -> None:
+    """Write a clip ``[f, H, W, 3]`` as a file of the kind that the name's ending says."""
+    if path.suffix == ".png":
+        (image,) = imported("pillow", "PIL.Image")
+        image.fromarray(np.ascontiguousarray(clip[0])).save(path)
+        return
+    with closing(Mp4Writer(path, fps)) as writer:
+        writer.append(clip)
 
 
 def open_folder(target: Path) -> Path:
@@ -112,13 +123,15 @@ def describe(
     *,
     num_frames: int,
     facts: Mapping[str, Any],
+    pictures: bool = False,
 ) -> None:
     """Write ``contact_sheet.png``, with stills of all clips, and the list ``samples.jsonl``.
 
     Args:
         requests: the request of each clip, a dataclass with a ``title``, in the order of the clips.
         clips: frames ``[f, H, W, 3]`` of each clip: all frames, or only those to show as stills.
-        num_frames: number of frames of each clip in its mp4 file.
+        num_frames: number of frames of each clip in its file.
+        pictures: whether the files are pictures.
         facts: more fields of each row of the list; a field that the request sets has precedence.
 
     Raises:
@@ -131,7 +144,8 @@ def describe(
         _, height, width, _ = clip.shape
         sizes = {"num_frames": num_frames, "height": height, "width": width}
         shared = {name: value for name, value in facts.items() if own.get(name) is None}
-        rows.append({"path": clip_name(number), **own, "number": number, **sizes, **shared})
+        path = clip_name(number, is_picture=pictures)
+        rows.append({"path": path, **own, "number": number, **sizes, **shared})
     contact_sheet([request.title for request in requests], clips, folder / CONTACT_SHEET)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_text(folder / LIST, lines)

@@ -15,10 +15,7 @@ from typing import Any
 import torch
 
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import (
-    FOLDERS,
-    HASHED,
     PATCH,
     TILE_FLAGS,
     CodecConfig,
@@ -37,13 +34,13 @@ from megatron_ext.video.data.image_encoder import (
     image_encoder_from_manifest,
 )
 from megatron_ext.video.data.manifest import SIDES
-from megatron_ext.video.data.model_folders import read_settings
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.data.text_encoders import (
     TextEncoder,
     build_text_encoder,
     check_text_encoder,
     text_encoder_from_manifest,
+    widths_of,
 )
 
 _FPS = 24
@@ -173,31 +170,6 @@ class FlagSource(SampleSource):
     @property
     def null(self) -> None:
         return None
-
-
-def widths_of(config: TextEncoderConfig) -> tuple[int, int]:
-    """Return the features of a token embedding and of the pooled vector, without loading a model.
-
-    Raises:
-        ConfigError: a folder of the text encoder has no config.json that gives its width.
-    """
-    if config.text_encoder == HASHED:
-        return config.text_width, config.pooled_width
-    widths = {"clip_path": 0}
-    for field in FOLDERS[config.text_encoder]:
-        path = str(getattr(config, field))
-        settings = read_settings(field, path)
-        settings = settings.get("text_config", settings)
-        width = settings.get("d_model", settings.get("hidden_size"))
-        if not isinstance(width, int) or width < 1:
-            raise ConfigError(
-                f"`{field}` ({path}) has a config.json that names no width of the model; correct "
-                "the path."
-            )
-        widths[field] = width
-    pooled = widths.pop("clip_path")
-    (width,) = widths.values()
-    return width, pooled
 
 
 def sizes_of_image_encoder(path: str) -> dict[str, int]:

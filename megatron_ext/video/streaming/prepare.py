@@ -15,7 +15,7 @@ from megatron_ext.video.config.encoding import CodecConfig, TextEncoderConfig
 from megatron_ext.video.config.run import SampleConfig
 from megatron_ext.video.config.weights import check_sizes, is_published, weights_inputs
 from megatron_ext.video.data.codecs import build_codec, check_codec_folder
-from megatron_ext.video.data.text_encoders import encoder_checks, width_of
+from megatron_ext.video.data.text_encoders import encoder_checks, widths_of
 from megatron_ext.video.streaming.config import Role, StreamingConfig, StreamingSampleConfig
 from megatron_ext.video.streaming.decisions import (
     clips_seen,
@@ -96,7 +96,8 @@ def _check_others(streaming: StreamingConfig) -> None:
 def sized(config: RunConfig) -> RunConfig:
     """Check codec and layout; return the configuration with text width and sequence length."""
     streaming = dataclasses.replace(
-        config.section(StreamingConfig), text_features=width_of(config.section(TextEncoderConfig))
+        config.section(StreamingConfig),
+        text_features=widths_of(config.section(TextEncoderConfig))[0],
     )
     samples = (
         config.section(SampleConfig).sample_interval is not None

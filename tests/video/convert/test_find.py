@@ -12,6 +12,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.weights import is_published
 from megatron_ext.video.convert.find import form_of_folder, holds_video_weights
 from megatron_ext.video.convert.reading import open_published
+from megatron_ext.video.convert.training import digest_of
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
 from tests.video.convert.forms import Model, models
 
@@ -213,9 +214,16 @@ def test_what_a_scale_alone_does_not_give_back(tmp_path: Path) -> None:
     for content, said in {
         described_as(format="float8_e4m3fn", convrot=True): "as float8_e4m3fn after a rotation;",
         described_as(format="nvfp4"): "has quantized the weight as nvfp4; give the model before",
-        described_as(): "has quantized the weight as b'{}'",
+        described_as(): "has quantized the weight as {};",
     }.items():
         save_file({**tensors, f"{layer}.comfy_quant": content}, path)
+        assert said in refusal(path)
+    # Newer files have the same descriptions in their headers.
+    for text, said in (
+        ('{"layers": {"blocks.0.ffn.0": {"format": "nvfp4"}}}', "0.ffn.0`, so that ComfyUI has qu"),
+        ("{", "holds `_quantization_metadata: `, so that ComfyUI has quantized the weight as '{';"),
+    ):
+        save_file(tensors, path, {"_quantization_metadata": text})
         assert said in refusal(path)
     save_file({**tensors, "blocks.7.ffn.0.scale_weight": torch.ones(())}, path)
     assert "holds `blocks.7.ffn.0.scale_weight`, but no weight that it scales" in refusal(path)
@@ -299,4 +307,35 @@ def test_names_of_wrappers_and_variants_are_known(tmp_path: Path, prefix: str) -
     with open_published(folder) as opened:
         opened.check()
     save_file(tensors, folder / f"{model.form.stem}.bf16.safetensors")
-    assert "IT holds several variants of the weights; give one of the files" in refusal(folder)
+    assert "IT holds several variants of the weights (bf16, fp16); give a file" in refusal(folder)
+
+
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_shards_of_variants_and_of_pickles_are_read(
+    tmp_path: Path, suffix: str, variant: str
+) -> None:
+    """Name shards and index as diffusers does, and files of torch.save as its older versions."""
+    model = next(models())
+    tensors = model.tensors(torch.float16)
+    folder = model.folder(tmp_path / "folder", tensors)
+    whole = parameters(folder)
+    stem = model.form.stem
+    (folder / f"{stem}.safetensors").unlink()
+    places = {}
+    for number in range(2):
+        own = dict(sorted(tensors.items())[number::2])
+        file = f"{stem}{variant}-0000{number + 1}-of-00002{suffix}"
+        write = save_file if suffix == ".safetensors" else torch.save
+        write(own, folder / file)
+        places |= dict.fromkeys(own, file)
+    index = folder / f"{stem}{suffix}.index{variant}.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    found = parameters(folder)
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    digest = digest_of(folder)
+    index.write_text(json.dumps({"weight_map": {**places, "x": file}}))
+    assert f"{file} does not hold `x`, which {stem}" in refusal(folder)
+    (folder / file).unlink()
+    assert digest_of(folder) != digest

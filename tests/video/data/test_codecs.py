@@ -106,7 +106,7 @@ def test_matrices_are_orthogonal_and_made_row_by_row() -> None:
     ("wrong", "sentence"),
     [
         ({"codec_spatial": 0}, r"`--codec-spatial` \(0\) must be at least 1; 8 is the default"),
-        ({"codec_scale": 0.0}, r"`codec_scale` \(0.0\) must differ from 0; use 1 /"),
+        ({"codec_scale": 0.0}, r"`--codec-scale` \(0.0\) must differ from 0; use 1 /"),
         ({"codec_scale": float("nan")}, r"`--codec-scale` \(nan\) must be a finite number"),
         ({"codec_shift": float("inf")}, r"`--codec-shift` \(inf\) must be a finite number"),
         ({"codec_channels": 769}, r"`codec_channels` \(769\) must lie between 1 and"),
@@ -387,7 +387,7 @@ def test_folders_of_no_use(
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(ConfigError, match=r"needs the package diffusers, which is not installed"):
         load(tmp_path)
-    with pytest.raises(ConfigError, match=r"`codec_spatial` \(4\) must be left out with `codec`"):
+    with pytest.raises(ConfigError, match=r"`--codec-spatial` \(4\) must be left out with"):
         CodecConfig(str(tmp_path), codec_spatial=4)
 
 
@@ -531,7 +531,11 @@ def test_tiles_that_no_codec_takes(folders: dict[str, Path]) -> None:
         (wan, {"codec_tile": 8}, r"at least 16; use 16"),
         (wan, {"codec_tile_frames": 9}, r"has no effect, since the VAE .* computes frame after"),
         (hunyuan, {"codec_tile_frames": 8}, r"temporal factor plus 1 \(4k \+ 1\), and .*; use 5"),
-        ("patch", {"codec_tile": 64}, r"`codec_tile` \(64\) must be left out with `codec` patch"),
+        (
+            "patch",
+            {"codec_tile": 64},
+            r"`--codec-tile` \(64\) must be left out with .* patch",
+        ),
     ):
         with pytest.raises(ConfigError, match=sentence):
             codecs.build_codec(CodecConfig(folder, **flags))  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from megatron_ext.video.data.text_encoders import (
     build_text_encoder,
     encoder_checks,
     text_encoder_from_manifest,
-    width_of,
+    widths_of,
 )
 from tests.video.data.making import PLAN, UMT5_WIDTH, pictures, write_umt5
 
@@ -169,7 +169,7 @@ def test_llama_and_clip_are_those_of_hunyuan_video(
         "llama-clip", clip_path=str(folders[1]), llama_path=str(llama), text_length=11
     )
     encoder = build_text_encoder(flags)
-    assert width_of(flags) == 16
+    assert widths_of(flags)[0] == 16
     rows, pooled = encoder.encode(captions := ["a red square", "", "red " * 40])
     tokenizer = transformers.AutoTokenizer.from_pretrained(llama.with_name("tokenizer"))
     template = pipelines.DEFAULT_PROMPT_TEMPLATE["template"]
@@ -191,7 +191,7 @@ def test_llama_and_clip_are_those_of_hunyuan_video(
     manifest = json.loads(json.dumps({"text_encoder": encoder.identity}))
     again = text_encoder_from_manifest(manifest, clip_path=str(folders[1]), llama_path=str(llama))
     assert torch.equal(again.encode(captions)[0], rows)
-    with pytest.raises(ConfigError, match=r"`llama_path` \(None\) must be a local folder when"):
+    with pytest.raises(ConfigError, match=r"`--llama-path` is missing, which `--text-enc"):
         text_encoder_from_manifest(manifest, clip_path=str(folders[1]))
     # Tokenizers of chat models may pad on the left, where the template is cut off.
     shutil.copytree(llama.parent, tmp_path / "left")
@@ -212,9 +212,9 @@ def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
     # What other releases of transformers note is no difference.
     incidental = ("dtype", "torch_dtype", "transformers_version", "_attn_implementation")
     assert public({"d_ff": 64, **dict.fromkeys(incidental, "x")}) == {"d_ff": 64}
-    with pytest.raises(ConfigError, match=r"`t5_path` \(None\) must be a local folder when"):
+    with pytest.raises(ConfigError, match=r"`--t5-path` is missing, which `--text-enc"):
         text_encoder_from_manifest(manifest)
-    with pytest.raises(ConfigError, match=r"`t5_path` \(/none\) must be a local folder with a con"):
+    with pytest.raises(ConfigError, match=r"`--t5-path` \(/none\) must be a local folder with a"):
         text_encoder_from_manifest(manifest, "/none", str(folders[1]))
     manifest["text_encoder"]["t5"]["d_ff"] = 64
     with pytest.raises(DataError, match=r"not encoded with the models .*: `d_ff` was 64, but is 3"):
@@ -222,7 +222,7 @@ def test_from_a_manifest(folders: tuple[Path, Path], tmp_path: Path) -> None:
     manifest = json.loads(json.dumps({"text_encoder": made.identity}))
     manifest["text_encoder"]["clip"]["num_hidden_layers"] = 3
     with pytest.raises(
-        DataError, match=r"`t5_path` \(.*\) and `clip_path` \(.*\): `num_hidden_lay"
+        DataError, match=r"`--t5-path` \(.*\) and `--clip-path` \(.*\): `num_hidden_lay"
     ):
         text_encoder_from_manifest(manifest, str(folders[0]), str(folders[1]))
 
@@ -233,7 +233,7 @@ def test_hashed_words_from_a_manifest() -> None:
     again = text_encoder_from_manifest(manifest)
     assert torch.equal(again.encode(["a b"])[0], made.encode(["a b"])[0])
     assert again.encode(["a b"])[1].shape == (1, 7)
-    with pytest.raises(ConfigError, match=r"`t5_path` \(/t5\) has an effect only with"):
+    with pytest.raises(ConfigError, match=r"`--t5-path` \(/t5\) has an effect only with"):
         text_encoder_from_manifest(manifest, "/t5")
     for wrong in ({}, {"text_encoder": "hashed"}, {"text_encoder": {"text_encoder": "bert"}}):
         with pytest.raises(DataError, match=r"The manifest must name its text encoder, but holds"):
@@ -248,7 +248,7 @@ def test_folders_of_no_use(
 ) -> None:
     with pytest.raises(ConfigError, match=r"holds a model of type clip_text_model, but must .* t5"):
         build_text_encoder(config((folders[1], folders[1])))
-    with pytest.raises(ConfigError, match=r"`clip_path` .* type t5, but .* clip or clip_text_mode"):
+    with pytest.raises(ConfigError, match=r"`--clip-path` .* type t5, but .* clip or clip_text_"):
         build_text_encoder(config((folders[0], folders[0])))
     safetensors = pytest.importorskip("safetensors.torch")
     shutil.copytree(folders[0], tmp_path / "t5")
@@ -257,7 +257,7 @@ def test_folders_of_no_use(
     name = "encoder.block.1.layer.0.SelfAttention.q.weight"
     kept.pop(name)
     safetensors.save_file(kept, weights, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"`t5_path` .* lacks the weights {name}; copy"):
+    with pytest.raises(ConfigError, match=rf"`--t5-path` .* lacks the weights {name}; copy"):
         build_text_encoder(config((tmp_path / "t5", folders[1])))
     weights.write_bytes(b"cut")
     with pytest.raises(ConfigError, match=r"no model and tokenizer that can be loaded .*copy the"):
@@ -265,10 +265,10 @@ def test_folders_of_no_use(
     shutil.copytree(folders[1], tmp_path / "clip")
     for file in (tmp_path / "clip").glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ConfigError, match=r"`clip_path` .* no model and tokenizer that can be"):
+    with pytest.raises(ConfigError, match=r"`--clip-path` .* no model and tokenizer that can be"):
         build_text_encoder(config((folders[0], tmp_path / "clip")))
     (tmp_path / "clip" / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"`clip_path` .* has a config.json that cannot be read"):
+    with pytest.raises(ConfigError, match=r"`--clip-path` .* has a config.json that cannot be"):
         build_text_encoder(config((folders[0], tmp_path / "clip")))
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="needs the package transformers, which is not installe"):
@@ -282,15 +282,21 @@ UMT5, T5 = ({"text_encoder": kind, "t5_path": "/t5"} for kind in ("umt5", "t5-cl
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"text_encoder": "bert"}, r"`text_encoder` \(bert\) must be hashed, t5-clip, umt5 or"),
+        ({"text_encoder": "bert"}, r"`--text-encoder` \(bert\) must be hashed, t5-clip, umt5 or"),
         ({"text_length": 0}, r"`--text-length` \(0\) must be at least 1"),
-        ({"clip_path": "/c"}, r"`clip_path` \(/c\) has an effect only with `text_encoder` t5-cl"),
-        (T5, r"`clip_path` \(None\) must be a local f"),
-        ({"text_encoder": "umt5"}, r"`t5_path` \(None\) must be .* when `text_encoder` is umt5;"),
+        ({"clip_path": "/c"}, r"`--clip-path` \(/c\) has an effect only with `--text-encoder` t5"),
+        (T5, r"`--clip-path` is missing, which `--tex"),
+        ({"text_encoder": "umt5"}, r"`--t5-path` is missing, which `--text-encoder umt5` needs"),
         ({**UMT5, "clip_path": "/c"}, r"has an effect only .* t5-clip or llama-clip; choose"),
-        ({**UMT5, **WIDTHS}, r"`text_width` \(9\) must be left out with `text_encoder` umt5: the"),
-        ({**UMT5, "pooled_width": 9}, r"`pooled_width` \(9\) must be left out .* umt5: the models"),
-        ({**T5, "text_width": 9}, r"`text_width` \(9\) must be left out .* t5-clip: the models"),
+        (
+            {**UMT5, **WIDTHS},
+            r"`--text-width` \(9\) must be left out with `--text-encoder umt5`:",
+        ),
+        (
+            {**UMT5, "pooled_width": 9},
+            r"`--pooled-width` \(9\) must be left out .* umt5`: the m",
+        ),
+        ({**T5, "text_width": 9}, r"`--text-width` \(9\) must be left out .* t5-clip`: th"),
     ],
 )
 def test_options_of_no_use(wrong: dict[str, Any], sentence: str) -> None:
@@ -341,7 +347,7 @@ def test_umt5_is_run_as_by_hand(umt5: Path) -> None:
     encoder = build_text_encoder(umt5_config(umt5))
     rows, pooled = encoder.encode(CAPTIONS)
     assert (encoder.length, encoder.width, encoder.pooled_width) == (LENGTH, UMT5_WIDTH, 0)
-    assert width_of(umt5_config(umt5)) == UMT5_WIDTH
+    assert widths_of(umt5_config(umt5))[0] == UMT5_WIDTH
     clean = [*CAPTIONS[:2], "a red circle & a green square", *CAPTIONS[3:]]
     want = by_hand(umt5, clean)
     assert pooled.shape == (5, 0) and rows.dtype == torch.float32 and not rows.requires_grad
@@ -380,16 +386,16 @@ def test_umt5_from_a_manifest_and_folders_of_no_use(umt5: Path, tmp_path: Path) 
     manifest = json.loads(json.dumps({"text_encoder": made.identity}))
     again = text_encoder_from_manifest(manifest, str(umt5))
     assert torch.equal(made.encode(CAPTIONS)[0], again.encode(CAPTIONS)[0])
-    with pytest.raises(ConfigError, match=r"`clip_path` \(/c\) has an effect only with"):
+    with pytest.raises(ConfigError, match=r"`--clip-path` \(/c\) has an effect only with"):
         text_encoder_from_manifest(manifest, str(umt5), "/c")
-    with pytest.raises(ConfigError, match=r"`t5_path` \(None\) must be a local folder when `text_"):
+    with pytest.raises(ConfigError, match=r"`--t5-path` is missing, which `--text-enc"):
         text_encoder_from_manifest(manifest)
     manifest["text_encoder"]["umt5"]["d_ff"] = 64
-    changed = r"the models of `t5_path` \(\S+\): `d_ff` was 64, but is 32; give the fol"
+    changed = r"the models of `--t5-path` \(\S+\): `d_ff` was 64, but is 32; give the fol"
     with pytest.raises(DataError, match=changed):
         text_encoder_from_manifest(manifest, str(umt5))
     other = shutil.copytree(umt5, tmp_path / "text_encoder")
-    with pytest.raises(ConfigError, match=r"`t5_path` .* no model and tokenizer that can be loade"):
+    with pytest.raises(ConfigError, match=r"`--t5-path` .* no model and tokenizer that can be"):
         build_text_encoder(umt5_config(other))
     settings = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**settings, "model_type": "t5"}))
@@ -419,21 +425,27 @@ def test_clips_are_preprocessed_without_pooled_vectors(umt5: Path, tmp_path: Pat
     torch.testing.assert_close(null, want[1], atol=1e-6, rtol=0)
 
 
-def test_the_width_of_t5_is_known_without_its_weights(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5", "d_model": 96}')
-    t5 = TextEncoderConfig("t5-clip", str(tmp_path), str(tmp_path))
-    assert width_of(t5) == 96 and width_of(TextEncoderConfig(text_width=7)) == 7
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+def test_the_widths_of_encoders_are_known_without_their_weights(tmp_path: Path) -> None:
+    """The settings of CLIP's text model may lie in those of the whole of CLIP."""
+    paths = [tmp_path / "t5", tmp_path / "clip"]
+    contents = ['{"d_model": 96}', '{"text_config": {"hidden_size": 32}}']
+    for path, content in zip(paths, contents, strict=True):
+        path.mkdir()
+        (path / "config.json").write_text(content)
+    both = TextEncoderConfig("t5-clip", *map(str, paths))
+    assert widths_of(both) == (96, 32)
+    assert widths_of(TextEncoderConfig(text_width=7, pooled_width=5)) == (7, 5)
+    (paths[0] / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ConfigError, match="whose `d_model` is None, but must be the width of the"):
-        width_of(t5)
+        widths_of(both)
 
 
 def test_both_folders_of_an_encoder_are_checked_before_a_run(tmp_path: Path) -> None:
     paths = [tmp_path / "t5", tmp_path / "clip"]
     checks = encoder_checks(TextEncoderConfig("t5-clip", *map(str, paths)))
-    for check, name in zip(checks, ("t5_path", "clip_path"), strict=True):
+    for check, name in zip(checks, ("--t5-path", "--clip-path"), strict=True):
         with pytest.raises(
-            ConfigError, match=rf"`{name}` \(.*{name[:-5]}\) must be a local folder"
+            ConfigError, match=rf"`{name}` \(.*{name[2:-5]}\) must be a local folder"
         ):
             check()
     assert encoder_checks(HASHED) == []

@@ -101,12 +101,25 @@ def test_clips_of_several_sizes_and_seeds_are_written_together(tmp_path: Path) -
         assert picture.size == (4 + 8 * (64 + 4), 2 * 24 + 32 + 16)
 
 
-@pytest.mark.parametrize(("frames", "height", "width"), [(1, 32, 32), (3, 31, 33)])
-def test_images_and_odd_sizes_play(tmp_path: Path, frames: int, height: int, width: int) -> None:
-    pixels = smooth(1, frames, height, width)
+def test_clips_of_one_frame_are_pictures(tmp_path: Path) -> None:
+    """Samples with such pictures are replaced by others."""
+    pixels = smooth(2, 1, 31, 33)
+    for _ in range(2):
+        write_clips(tmp_path / "out", pixels, ASKED, fps=1, seed=5)
+    files = ["sample_000.png", "sample_001.png"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*files, CONTACT_SHEET, LIST}
+    rows = [json.loads(line) for line in (tmp_path / "out" / LIST).read_text("utf-8").splitlines()]
+    assert [(row["path"], row["num_frames"]) for row in rows] == [(name, 1) for name in files]
+    with Image.open(tmp_path / "out" / files[1]) as picture:
+        wanted = (pixels[1, :, 0].permute(1, 2, 0).clamp(-1, 1).numpy() + 1) * 127.5
+        assert np.abs(np.asarray(picture) - wanted).max() <= 0.51
+
+
+def test_odd_sizes_play(tmp_path: Path) -> None:
+    pixels = smooth(1, 3, 31, 33)
     write_clips(tmp_path / "out", pixels, ASKED[:1], fps=1, seed=5)
     found, fps = read(tmp_path / "out" / "sample_000.mp4")
-    assert found.shape == (frames, height + height % 2, width + width % 2, 3) and fps == 1
+    assert found.shape == (3, 32, 34, 3) and fps == 1
     # What is added to a side continues the picture.
     grown = found.astype(int)
     assert np.abs(grown[:, -1] - grown[:, -2]).max() < 30

@@ -155,7 +155,7 @@ FLAGS = [
     ),
     (
         WAN + "/transformer",
-        "`t5_path` (None) must be a local folder when `text_encoder` is umt5;",
+        "`--t5-path` is missing, which `--text-encoder umt5` needs",
     ),
     (
         WAN + "/transformer --t5-path {root}/wan/text_encoder",

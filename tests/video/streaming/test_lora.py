@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_ext.config.parser import parse_args
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import ConfigError
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.video.config.encoding import TextEncoderConfig
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.networks.wan.config import VideoDiTConfig
@@ -119,8 +119,6 @@ UNDER = "(not given; seed 7) must be the weights under the adapters"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--critic-checkpoint {base} --load {saved}", f"`--pretrained-checkpoint` {UNDER} in "
-         "{saved}/iter_0000006, which were those of {base}/iter_0000001 ("),
         ("--pretrained-checkpoint {base} --load {saved}", f"`--critic-checkpoint` {UNDER}"),
         ("--pretrained-checkpoint {saved}", "holds adapters without the weights under them, so that"
          " no run can start from it; merge them first with `tools/lora.py merge`."),
@@ -133,6 +131,18 @@ def test_adapters_do_not_go_on_without_their_weights(
     resumes = "--override-opt-param-scheduler" if "--load" in words else ""
     words = f"{runs.ADAPTERS} --train-iters 9 {resumes} {words.format(**where)}"
     failed(tmp_path, words, capfd, message.format(**where))
+
+
+def test_a_resume_without_weights_is_refused_before_a_rank_starts(
+    tuned: runs.Tuned, tmp_path: Path
+) -> None:
+    words = f"{runs.ADAPTERS} --train-iters 9 --override-opt-param-scheduler"
+    with pytest.raises(CheckpointError) as error:
+        runs.attempt(tmp_path, f"{words} --critic-checkpoint {tuned.base} --load {tuned.saved}")
+    assert str(error.value) == (
+        f"`--pretrained-checkpoint` is missing: {tuned.saved}/iter_0000006 holds adapters without "
+        f"the weights under them, which are those of {tuned.base}/iter_0000001; give these."
+    )
 
 
 def test_random_weights_have_their_seed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -86,10 +86,26 @@ _SETTLED: dict[Naming, dict[str, Any]] = {
         "cross_attn_norm": True,
         "qk_norm": True,
         "eps": EPSILON,
+        "window_size": (-1, -1),
+        "add_control_adapter": False,
+        "add_ref_conv": False,
     },
 }
 """For each naming, entries of config.json that must have the given value, the only one that the
 video DiT supports. A missing entry has this value."""
+_UNUSED: dict[Naming, tuple[str, ...]] = {
+    Naming.DIFFUSERS: ("rope_max_seq_len",),
+    Naming.ORIGINAL: (
+        "text_len", "local_attn_size", "sink_size", "in_channels", "hidden_size",
+        "in_dim_control_adapter", "downscale_factor_control_adapter", "in_dim_ref_conv",
+        "cross_attn_type",
+    ),
+}  # fmt: skip
+"""For each naming, entries that say nothing more about the weights.
+
+They are the length of a table of rotations; rows of captions and the window of attention, which are
+the run's own flags; sizes that other entries have under the original's names, or that belong to
+parts which are not there; and the kind of cross attention, which the tensors show."""
 _KINDS = ("t2v", "i2v", "flf2v", "ti2v")
 """Values of ``model_type`` in the original config.json that can be converted."""
 
@@ -98,8 +114,16 @@ def read_config(raw: Mapping[str, Any], path: Path, *, naming: Naming) -> VideoD
     """Return the sizes of the model that a config.json describes.
 
     ``raw`` is the content of the file at ``path``. The original's says nothing about vision tokens,
-    which `with_vision` adds. An entry that the video DiT does not support raises CheckpointError.
+    which `with_vision` adds. An entry that the video DiT does not support, or that the class does
+    not have, raises CheckpointError.
     """
+    known = {"model_type", *_SETTLED[naming], *_FREE[naming], *_VISION, *_UNUSED[naming]}
+    unknown = [name for name in raw if name not in known and not name.startswith("_")]
+    if unknown:
+        raise CheckpointError(
+            f"{path} says `{unknown[0]}` {raw[unknown[0]]!r}, which {CLASSES[naming][0]} does not "
+            "have; use Wan 2.1 or 2.2."
+        )
     for name, value in _SETTLED[naming].items():
         entry = raw.get(name, value)
         if (tuple(entry) if isinstance(entry, list) else entry) != value:
@@ -251,7 +275,7 @@ def config_json(sizes: VideoDiTSizes, naming: Naming) -> dict[str, Any]:
     if naming is Naming.DIFFUSERS:
         vision = (x.vision_width, x.hidden_size if x.vision_width else 0, x.vision_positions)
         return values | {name: value or None for name, value in zip(_VISION, vision, strict=True)}
-    left_out = {"patch_size", "cross_attn_norm", "qk_norm"}
+    left_out = {*_SETTLED[naming]} - {"freq_dim", "eps"}
     if sizes.text_width == _FREE[naming]["text_dim"]:
         left_out.add("text_dim")
     values["model_type"] = _kind_of(sizes)

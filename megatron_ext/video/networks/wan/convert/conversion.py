@@ -110,4 +110,9 @@ CONVERSION = Conversion(
     sampling=_sampling,
     adapted=ADAPTED,
     refused=REFUSED,
+    remedies=dict.fromkeys(
+        ("condition_channels", "vision_width", "vision_positions"),
+        "leave out `--dit-condition`, or give weights that were trained with it: those of text to "
+        "video have no input for given frames",
+    ),
 )

@@ -201,6 +201,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_layers": 40.0}, "`num_layers` 40.0, which must be an integer"),
     ({"ffn_dim": None}, "`ffn_dim` None, which must be an integer"),
     ({"num_layers": 0}, "`num_blocks` (0) must be 1 or more"),
+    (
+        {"attention_bias": False},
+        "`attention_bias` False, which WanTransformer3DModel does not",
+    ),
 ]
 
 
@@ -215,6 +219,8 @@ def test_other_models_of_the_original_are_refused() -> None:
     for changed, said in (
         ({"model_type": "vace"}, "`model_type` 'vace', but only t2v, i2v, flf2v, ti2v can be conv"),
         ({"qk_norm": False}, "`qk_norm` False"),
+        ({"window_size": [7, 7]}, r"`window_size` \[7, 7\], but the video DiT has \(-1, -1\)"),
+        ({"add_ref_conv": True}, "`add_ref_conv` True, but"),
         ({"out_dim": 8}, "`in_dim` 16 and 8 output channels"),
     ):
         with pytest.raises(CheckpointError, match=f"says {said}"):
