@@ -5,6 +5,7 @@ The peak memory is one copy of the weights plus twice the largest tensor.
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megatron_ext.checkpoint import conversion, safetensors_files
 from megatron_ext.checkpoint.files import standing_folder_of
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.checkpoint.state import PREFIX, holds_averages
-from megatron_ext.checkpoint.stored import choose, read_run_config
+from megatron_ext.checkpoint.stored import choose, read_progress, read_run_config
 from megatron_ext.checkpoint.unpickling import stored_entries
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.parser import parse_args
@@ -30,6 +31,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config, par
 from megatron_ext.optim.ema import ShardedEMA
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
+from megatron_ext.text.convert.card import Training, model_card
 from megatron_ext.text.convert.config import (
     HuggingFaceModel,
     config_json,
@@ -42,7 +44,7 @@ from megatron_ext.text.convert.family import Gpt, words_of
 from megatron_ext.text.convert.quantizing import Quantizer
 from megatron_ext.text.convert.reading import check_one_dtype, load_folder, without_missing_depths
 from megatron_ext.text.convert.table import Table
-from megatron_ext.text.convert.training import special_tokens
+from megatron_ext.text.convert.training import ids_of, special_tokens
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT
@@ -129,13 +131,24 @@ def export_model(order: Export) -> list[str]:
             num_layers=config.model.num_layers or 0,
             dtype=dtype,
             copied=() if order.like is None or like is None else files_to_copy(like),
-            generation=tokens,
+            generation=ids_of(content),
             like=like,
+            card=partial(_card, order, content["model_type"], stored, like),
             max_shard_size=order.max_shard_size,
             quantizer=quantizer,
             value_of=lambda parameter: averages.get(id(parameter), parameter),
         )
     return notes
+
+
+def _card(
+    order: Export, model_type: str, stored: dict[str, Any], like: HuggingFaceModel | None
+) -> str:
+    iteration = choose(order.load, order.step) or 0
+    progress = read_progress(standing_folder_of(order.load, iteration))
+    samples = progress.get("consumed_train_samples", 0)
+    training = Training(stored, iteration, samples, order.load, like)
+    return model_card(order.target.name, model_type, training, order.quantization)
 
 
 def _quantizer(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.utils import unwrap_model
@@ -20,9 +21,14 @@ from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 from megatron_ext.layers.transformer_config import params_dtype
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
+
+if TYPE_CHECKING:
+    from megatron_ext.text.convert.config import HuggingFaceModel
+    from megatron_ext.train.batch_size import Progress
 
 
 def model_of_folder(config: RunConfig) -> Mapping[str, Mapping[str, Any]]:
@@ -219,16 +225,23 @@ class HuggingFaceFolders(Callback):
         iteration = self.run.progress.iteration
         target = self._folder / name_of(iteration)
         with run.parameter_gather.paused():
-            write_run(target, run.config, run.chunks, run.context)
+            write_run(target, run.config, run.chunks, run.context, run.progress)
         self._written = iteration
         if run.context.rank == 0:
             print(f"> wrote {target} (Hugging Face)", flush=True)
 
 
 def write_run(
-    target: Path, config: RunConfig, chunks: Sequence[torch.nn.Module], context: ParallelContext
+    target: Path,
+    config: RunConfig,
+    chunks: Sequence[torch.nn.Module],
+    context: ParallelContext,
+    progress: Progress | None = None,
 ) -> None:
-    """Write the model of a run as a Hugging Face folder; all ranks call this together."""
+    """Write the model of a run as a Hugging Face folder; all ranks call this together.
+
+    The model card says how far the run has come, by its ``progress``; None writes no card.
+    """
     from megatron_ext.text.convert.config import config_json, files_to_copy, fitting_family
     from megatron_ext.text.convert.family import Gpt
     from megatron_ext.text.convert.quantizing import Quantizer
@@ -246,6 +259,8 @@ def write_run(
     vocab_size = vocab_size if like is None else like.vocab_size
     tokens = special_tokens(config.section(TokenizerConfig), vocab_size)
     content = config_json(gpt, vocab_size=vocab_size, dtype=dtype, like=like, special_tokens=tokens)
+    if like is not None and like.wrapping is None:
+        content |= other_tokens(config, like.raw, tokens)
     table = fitting_family(gpt).table(gpt, vocab_size) if like is None else None
     copied = _tokenizer_of(config)
     if like is not None:
@@ -264,12 +279,71 @@ def write_run(
         dtype=dtype,
         copied=copied,
         value_of=merged_weights(chunks),
-        generation=tokens if like is None else {},
+        generation=ids_of(content),
         max_shard_size=given.save_hf_shard_size or "5GB",
         quantizer=None if quantization is None else Quantizer.of(quantization, raw),
         like=like,
+        card=None if progress is None else partial(_card, target, config, progress, content, like),
+        template=_template_of(config),
         flag="--save-hf",
     )
+
+
+def _card(
+    target: Path,
+    config: RunConfig,
+    progress: Progress,
+    content: Mapping[str, Any],
+    like: HuggingFaceModel | None,
+) -> str:
+    from megatron_ext.text.convert.card import Training, model_card
+
+    given = config.section(HuggingFaceConfig)
+    save = config.checkpoint.save
+    training = Training(
+        config.to_dict(),
+        progress.iteration,
+        progress.consumed_train_samples,
+        None if save is None else Path(save),
+        like,
+    )
+    name = f"{target.parent.name}/{target.name}"
+    return model_card(name, content["model_type"], training, given.save_hf_quantization)
+
+
+def _template_of(config: RunConfig) -> Path | None:
+    """Return the file of the chat template that ``--sft-chat-template`` gives, if any."""
+    template = config.section(SftConfig).sft_chat_template if config.has(SftConfig) else None
+    return None if template is None else Path(template)
+
+
+def other_tokens(
+    config: RunConfig, raw: Mapping[str, Any], tokens: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the ids of special tokens that replace those in ``raw``, the config.json of a folder.
+
+    They are those of the run's tokenizer where it is not the folder's own. An id that the folder
+    lists beside others, such as one of several ends of a text, stays as it is.
+    """
+    folder = config.section(HuggingFaceConfig).load_hf
+    given = config.section(TokenizerConfig)
+    if folder is None or given.tokenizer_type == "NullTokenizer":
+        return {}
+    if given.tokenizer_model is not None and Path(given.tokenizer_model).exists():
+        if Path(given.tokenizer_model).samefile(folder):
+            return {}
+    listed = {x: value if isinstance(value, list) else [value] for x, value in raw.items()}
+    return {name: number for name, number in tokens.items() if number not in listed.get(name, [])}
+
+
+def ids_of(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of special tokens in the content of a config.json, for generation."""
+    text = content.get("text_config") or {}
+    ids = {name: content.get(name, text.get(name)) for name in _IDS}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def special_tokens(settings: TokenizerConfig, vocab_size: int) -> dict[str, int]:

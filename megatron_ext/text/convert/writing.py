@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +26,13 @@ from megatron_ext.checkpoint.safetensors_files import (
     write_tensors,
     written_aside,
 )
-from megatron_ext.disk.writing import write_text
+from megatron_ext.disk.writing import cleared, write_text
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise, on_every_rank
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.card import FILE as README
+from megatron_ext.text.convert.card import MARK
 from megatron_ext.text.convert.config import HuggingFaceModel
 from megatron_ext.text.convert.quantization import ENTRY
 from megatron_ext.text.convert.quantizing import Quantizer
@@ -152,6 +155,8 @@ def write_model(
     generation: Mapping[str, Any] | None = None,
     quantizer: Quantizer | None = None,
     like: HuggingFaceModel | None = None,
+    card: Callable[[], str] | None = None,
+    template: Path | None = None,
     flag: str = "--hf",
 ) -> None:
     """Write the model of all ranks as a Hugging Face folder; all ranks call this together.
@@ -172,6 +177,10 @@ def write_model(
         quantizer: stores the weights of linear layers with few bits; None writes plain values.
         like: the model from whose folder the tensors of other parts than the text come, if it is
             multimodal.
+        card: returns the text of the model card, on the first rank. A card of a user's own in the
+            folder to be replaced is kept.
+        template: the file of the chat template that the model was trained with; None copies that of
+            the tokenizer.
         flag: the flag that gave the target, for errors.
     """
     sender = _Sender(chunks, context, value_of)
@@ -204,6 +213,10 @@ def write_model(
                     {} if quantizer is None else {ENTRY: quantizer.entry(stored.plain_modules())}
                 )
                 write_others(folder, {**config, **entry}, copied)
+                if template is not None:
+                    shutil.copyfile(template, cleared(folder / "chat_template.jinja"))
+                if card is not None:
+                    _write_card(folder / README, target / README, card())
                 settings = folder / "generation_config.json"
                 if generation and not settings.exists():
                     write_text(settings, json.dumps(dict(generation), indent=2) + "\n")
@@ -213,6 +226,14 @@ def write_model(
         for name in left:
             sender.gather(plan, name)
     from_all_ranks(None, fault)
+
+
+def _write_card(path: Path, former: Path, card: str) -> None:
+    """Write a model card, or copy the one in the folder to be replaced if a user has written it."""
+    if former.is_file() and MARK not in former.read_text(encoding="utf-8", errors="replace"):
+        shutil.copyfile(former, cleared(path))
+    else:
+        write_text(path, card)
 
 
 def gathered_tensors(
