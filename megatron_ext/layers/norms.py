@@ -52,9 +52,15 @@ class _GainNorm:
     weight: torch.nn.Parameter
 
     def __init__(
-        self, hidden_size: int, eps: float, *, zero_centered: bool, compiled: bool = True
+        self,
+        hidden_size: int,
+        eps: float,
+        *,
+        zero_centered: bool,
+        compiled: bool = True,
+        **options: Any,
     ) -> None:
-        super().__init__(hidden_size, eps=eps)  # type: ignore[call-arg]
+        super().__init__(hidden_size, eps=eps, **options)  # type: ignore[call-arg]
         self.zero_centered = zero_centered
         self.compiled = compiled
         if zero_centered:
@@ -113,8 +119,13 @@ class Norm:
             return WeightlessNorm(config, hidden_size, eps)
         zero_centered = config.layernorm_zero_centered_gamma
         fuses = fusions_of(config).norm
+        has_bias = config.normalization == "RMSNorm" or getattr(config, "norm_bias", True)
         norm: torch.nn.Module = NORMS[config.normalization](
-            hidden_size, eps, zero_centered=zero_centered, compiled=fuses
+            hidden_size,
+            eps,
+            zero_centered=zero_centered,
+            compiled=fuses,
+            **({} if has_bias else {"bias": False}),
         )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

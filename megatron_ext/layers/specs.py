@@ -114,13 +114,20 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
         from megatron_ext.layers.weightless_norm import Unnormalized
 
         input_norm = Unnormalized
+    layer: Any = TransformerLayer
+    mlp_norm: Any = input_norm
+    if getattr(transformer_config, "use_parallel_residual", False):
+        from megatron_ext.layers.parallel_residual import ParallelLayer
+
+        layer = ParallelLayer
+        mlp_norm = IdentityOp if transformer_config.shared_input_norm else input_norm
     return ModuleSpec(
-        module=TransformerLayer,
+        module=layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=input_norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=input_norm,
+            pre_mlp_layernorm=mlp_norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # Transformer Engine's fused layers use these names in checkpoints for the same tensors.

@@ -103,6 +103,9 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         qk_layernorm_all_heads: whether the norms of queries and keys span all heads together.
         qk_layernorm_after_rope: whether queries and keys are normalized after their rotation.
         norm_elementwise_affine: whether norms have weights.
+        norm_bias: whether a LayerNorm has a bias.
+        use_parallel_residual: whether attention and MLP both read the input of their layer.
+        shared_input_norm: whether they then share one norm.
         embedding_multiplier: factor of the token embeddings.
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
         logits_scaling: divisor of the logits.
@@ -141,6 +144,9 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     qk_layernorm_all_heads: bool = False
     qk_layernorm_after_rope: bool = False
     norm_elementwise_affine: bool = True
+    norm_bias: bool = True
+    use_parallel_residual: bool = False
+    shared_input_norm: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0

@@ -31,6 +31,17 @@ class BlockConfig(LayerSection):
     norm_elementwise_affine: bool = fixed_flag(
         True, "learn a weight, and a bias, of the norms; without it, as in OLMo 1, they have none"
     )
+    norm_bias: bool = fixed_flag(
+        True, "learn a bias of each LayerNorm; without it, as in Cohere, they have a weight alone"
+    )
+    use_parallel_residual: bool = fixed_flag(
+        False,
+        "let attention and MLP both read the input of their layer, as in GPT-NeoX, instead of one "
+        "after the other",
+    )
+    shared_input_norm: bool = fixed_flag(
+        False, "one norm for both branches of --use-parallel-residual, as in GPT-J and Falcon"
+    )
     residual_multiplier: float = resumed_flag(
         1.0, "factor of the outputs of attention and MLP before they are added (Granite)", FACTOR
     )

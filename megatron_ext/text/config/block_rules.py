@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.block import BlockConfig
+from megatron_ext.text.config.hybrid import HybridConfig
+from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 
 
@@ -30,7 +32,39 @@ def block_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagError]:
             "takes the residual after a norm that `--reordered-norm` does not have",
             "leave it out",
         )
+    if not block.norm_bias and (
+        model.normalization != "LayerNorm" or not block.norm_elementwise_affine
+    ):
+        yield FlagError(
+            "--no-norm-bias",
+            None,
+            "takes the bias of `--normalization LayerNorm` away, but norms here have none",
+            "leave it out",
+        )
+    yield from _parallel_errors(block, config)
     yield from _qk_norm_errors(block, config)
+
+
+def _parallel_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag that does not go with layers of parallel branches."""
+    name = "--use-parallel-residual"
+    if not block.use_parallel_residual:
+        if block.shared_input_norm:
+            yield FlagError("--shared-input-norm", None, f"needs `{name}`", "give both")
+        return
+    if block.reordered_norm and block.shared_input_norm:
+        yield exclusive("--reordered-norm", "--shared-input-norm")
+    given = {
+        "--apply-residual-connection-post-layernorm": (
+            config.model.apply_residual_connection_post_layernorm
+        ),
+        "--hybrid-layer-pattern": config.section(HybridConfig).hybrid_layer_pattern is not None,
+        "--overlap-moe-expert-parallel-comm": config.parallel.overlap_moe_expert_parallel_comm,
+        "--moe-keep-dispatched-tokens": config.section(MoEConfig).moe_keep_dispatched_tokens,
+    }
+    for other, has in given.items():
+        if has:
+            yield exclusive(name, other)
 
 
 def _qk_norm_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagError]:

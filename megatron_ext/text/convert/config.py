@@ -18,6 +18,7 @@ import torch
 
 from megatron_ext.checkpoint.safetensors_files import TensorFolder
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError, MegatronExtError
+from megatron_ext.text.convert.entries import Choice
 from megatron_ext.text.convert.families import FAMILIES, LACKING, MULTIMODAL
 from megatron_ext.text.convert.family import (
     Family,
@@ -427,7 +428,12 @@ def config_json(
         # torch_dtype. Weights are never written quantized.
         for name in ("rope_parameters", "dtype", "quantization_config"):
             base.pop(name, None)
-        content = {**base, **like.family.settings(gpt), **own}
+        kept = {
+            entry.key: like.raw[entry.key]
+            for entry in like.family.entries
+            if isinstance(entry, Choice) and entry.fits(like.raw.get(entry.key), gpt)
+        }
+        content = {**base, **like.family.settings(gpt), **kept, **own}
         longest = like.fields["max_position_embeddings"]
         key = like.family.key_of("max_position_embeddings")
         return {**content, key: max(gpt.positions.max_position_embeddings or 0, longest)}

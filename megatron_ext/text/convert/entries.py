@@ -148,12 +148,14 @@ class Choice(_Unlimited):
         return dict(self.choices[value])
 
     def write(self, gpt: Gpt) -> dict[str, Any]:
-        fitting = (
-            value
-            for value, fields in self.choices.items()
-            if all(gpt.value(name) == own for name, own in fields.items())
-        )
+        fitting = (value for value in self.choices if self.fits(value, gpt))
         return {self.key: next(fitting, next(iter(self.choices)))}
+
+    def fits(self, value: Any, gpt: Gpt) -> bool:
+        """Return whether ``value`` is the entry of a model with the fields of ``gpt``."""
+        if value not in self.choices:
+            return False
+        return all(gpt.value(name) == own for name, own in self.choices[value].items())
 
     def limits(self) -> tuple[str, ...]:
         return (f"`{self.key}` other than {', '.join(map(str, self.choices))}",)
@@ -287,11 +289,13 @@ class Rotary(_Unlimited):
 
     Attributes:
         share: name of the entry with the share of a head that turns.
+        base: name of the entry with the base.
         share_always: whether the share is written even where it is 1.
         default_share: the share where the entry is missing.
     """
 
     share: str = "partial_rotary_factor"
+    base: str = "rope_theta"
     share_always: bool = False
     default_share: float = 1.0
     fields: tuple[str, ...] = (
@@ -305,20 +309,20 @@ class Rotary(_Unlimited):
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return ("rope_theta", "rope_scaling", "rope_parameters", self.share)
+        return (self.base, "rope_scaling", "rope_parameters", self.share)
 
     def read(self, settings: Settings) -> Fields:
         """Raise a CheckpointError for an unknown kind of frequency scaling."""
         # transformers 4 stores the base beside the scaling, transformers 5 within it.
         given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
-        base = given.pop("rope_theta", settings["rope_theta"])
+        base = given.pop("rope_theta", settings[self.base])
         share = given.pop("partial_rotary_factor", settings[self.share]) or self.default_share
         fields = {"rotary_base": float(base), "rotary_percent": float(share)}
         return fields | read_scaling_of(settings, given)
 
     def write(self, gpt: Gpt) -> dict[str, Any]:
         entries: dict[str, Any] = {
-            "rope_theta": gpt.positions.rotary_base,
+            self.base: gpt.positions.rotary_base,
             "rope_scaling": write_scaling(gpt),
         }
         if self.share_always or gpt.positions.rotary_percent != self.default_share:
@@ -376,6 +380,17 @@ def write_scaling(gpt: Gpt) -> dict[str, Any] | None:
     return dict(scaling) if isinstance(scaling, dict) else None
 
 
+_EXACT: Fields = {"openai_gelu": False, "squared_relu": False}
+_TANH: Fields = {"openai_gelu": True, "squared_relu": False}
+ACTIVATIONS: Mapping[str, Fields] = {
+    "gelu": _EXACT,
+    "gelu_new": _TANH,
+    "gelu_pytorch_tanh": _TANH,
+    "gelu_fast": _TANH,
+    "relu2": {"openai_gelu": False, "squared_relu": True},
+}
+"""transformers' names of the activations of an MLP without a gate; three of them are one function.
+"""
 WINDOWED = "sliding_attention"
 """The value in ``layer_types`` of a layer with a sliding window."""
 

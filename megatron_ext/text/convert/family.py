@@ -187,7 +187,8 @@ class Family:
         fixed: our fields that have the same value in all models of the family, by name.
         only: entries of config.json for which just one value is supported, by name; they may also
             be None or missing.
-        weights: the tensors that hold our parameters, as they are written.
+        weights: the tensors that hold our parameters, as they are written; or a function that
+            returns them, if their names depend on the model.
         read_too: other forms of ``weights`` that files of such models may have. The form whose
             names a folder has is read.
         nearest: the `model_type` of the family from which this one is derived.
@@ -202,7 +203,7 @@ class Family:
     says: str
     entries: Sequence[Entry]
     fixed: Mapping[str, Any]
-    weights: Weights
+    weights: Weights | Callable[[Gpt], Weights]
     only: Mapping[str, Any] = field(default_factory=dict)
     read_too: Sequence[Weights] = ()
     nearest: str | None = None
@@ -219,7 +220,7 @@ class Family:
         fixed: Mapping[str, Any] | None = None,
         only: Mapping[str, Any] | None = None,
         without: Collection[str] = (),
-        weights: Weights | None = None,
+        weights: Weights | Callable[[Gpt], Weights] | None = None,
         read_too: Sequence[Weights] = (),
         known_as: str | None = None,
         defaults: Mapping[str, Any] | None = None,
@@ -297,7 +298,8 @@ class Family:
                 None returns the form that is written.
             change: is applied to the weights of each form first.
         """
-        forms = (self.weights, *self.read_too)
+        own = self.weights(gpt) if callable(self.weights) else self.weights
+        forms = (own, *self.read_too)
         tables = [change(form).table(gpt.model, vocab_size) for form in forms]
         if names is None or len(tables) == 1:
             return tables[0]

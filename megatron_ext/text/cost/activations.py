@@ -206,7 +206,11 @@ class Activations(GptRun):
     def mlp(self, experts: bool) -> LayerBytes:
         sizes = self.sizes
         model = self.config.model
-        kept = self.residual + self.input_norm() + self.output_norm()
+        shared = self.block.shared_input_norm
+        kept = (0 if shared else self.residual + self.input_norm()) + self.output_norm()
+        if self.block.use_parallel_residual and not shared:
+            # Attention keeps the input of both norms.
+            kept -= self.residual
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         dense = self._inner(sizes.tokens, sizes.f // sizes.tp, scaled=False)
         inner = self._experts() if experts else dense

@@ -118,7 +118,7 @@ class Parameters(GptRun):
             return
         size = self.sizes.h if size is None else size
         yield Weight(f"{name}.weight", size)
-        if self.config.model.normalization == "LayerNorm":
+        if self.config.model.normalization == "LayerNorm" and self.block.norm_bias:
             yield Weight(f"{name}.bias", size)
 
     def _input_norm_weights(self, name: str) -> Iterator[Weight]:
@@ -127,7 +127,8 @@ class Parameters(GptRun):
     def _layer_weights(self, name: str, experts: bool) -> list[Weight]:
         weights = list(self._input_norm_weights(f"{name}.input_layernorm"))
         weights += self._attention_weights(f"{name}.self_attention")
-        weights += self._input_norm_weights(f"{name}.pre_mlp_layernorm")
+        if not self.block.shared_input_norm:
+            weights += self._input_norm_weights(f"{name}.pre_mlp_layernorm")
         if experts:
             weights += self._expert_weights(f"{name}.mlp")
         else:

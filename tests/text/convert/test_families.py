@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron_ext.checkpoint.conversion import one_rank
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.config import config_json, read_model
+from megatron_ext.text.convert.config import config_json, parse_model, read_model
 from megatron_ext.text.convert.families import FAMILIES, MODULES
+from megatron_ext.text.convert.family import architecture_of, differences
 from megatron_ext.text.convert.huggingface import build_bare, reference_model
 from megatron_ext.text.convert.reading import load_folder, without_missing_depths
 from megatron_ext.text.convert.writing import write_model
@@ -68,13 +69,14 @@ def round_trip(source: Path, back: Path) -> float:
     with one_rank(1) as context:
         chunk = chunk_of(source, context)
         difference = difference_in(chunk, tokens(), theirs(source))
-        content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
-        if content["model_type"] != model.family.model_type:
-            # Another family describes the same model, and is written for one from scratch.
-            content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=model)
+        content = config_json(gpt, vocab_size=300, dtype=torch.float32, like=model)
         layers = gpt.model.num_layers or 0
         table = model.table()
         write_model(back, [chunk], context, table, content, num_layers=layers, dtype=torch.float32)
+    # A model from scratch with these sizes is written too, as this family or as one like it.
+    scratch = config_json(gpt, vocab_size=300, dtype=torch.float32, like=None)
+    again = parse_model(scratch, back / "config.json").sections()
+    assert not differences(architecture_of(again), architecture_of(gpt))
     return difference
 
 

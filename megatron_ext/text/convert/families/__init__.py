@@ -60,6 +60,15 @@ MODULES = {
     "solar_open": "solar_open",
     "hy_v3": "hy_v3",
     # older decoders
+    "cohere": "cohere",
+    "falcon": "falcon",
+    "gpt_bigcode": "gpt_bigcode",
+    "gpt_neo": "gpt_neo",
+    "gpt_neox": "gpt_neox",
+    "nemotron": "nemotron",
+    "persimmon": "persimmon",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 """The module of each `model_type`.
 
