@@ -186,7 +186,7 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
     stored = {x.data_ptr() for x in model.state_dict().values()}
     with torch.no_grad():
         for weight in (*model.parameters(), *(x for x in floating if x.data_ptr() in stored)):
-            weight += (0.1 if weight.dim() < 2 else 0.3) * torch.randn_like(weight)
+            weight += (0.1 if weight.dim() < 2 else 0.15) * torch.randn_like(weight)
     model.save_pretrained(folder, **save)
     if known != name:
         content = json.loads((folder / "config.json").read_text())

@@ -127,16 +127,17 @@ def check_model(name: str, layouts: list[str], tmp_path: Path) -> None:
 
 
 def check_folder(
-    source: Path, layouts: list[str], tmp_path: Path, *, tolerance: float = 1e-6
+    source: Path, layouts: list[str], tmp_path: Path, *, tolerance: float = 1e-6, steps: int = 2
 ) -> None:
     """Compare steps of a run from a folder, on one rank and in layouts, with transformers.
 
     Loss and gradient norm may differ by ``tolerance``, relatively, and the second step's norm by
     five times as much, since updated weights differ by rounding, which its gradients multiply.
+    ``steps`` is how many steps are compared, one or two.
     """
-    steps = tmp_path / "steps.pt"
-    rows = train(flags_of(source), tmp_path / "one", prepare=lambda run: record(steps, run))
-    want = truth(source, torch.load(steps))
+    batches = tmp_path / "steps.pt"
+    rows = train(flags_of(source), tmp_path / "one", prepare=lambda run: record(batches, run))
+    want = truth(source, torch.load(batches))
     assert len(want) == STEPS
     found = {"one": curve_of(rows)}
     for layout in layouts:
@@ -147,6 +148,8 @@ def check_folder(
         # Ranks of context parallelism sum the gradients of a sequence's parts in another order.
         limit = max(tolerance, 2e-6 if layout == "cp2" else 0)
         assert curve[0] == pytest.approx(want[0], rel=limit), layout
+        if steps == 1:
+            continue
         assert curve[1][0] == pytest.approx(want[1][0], rel=tolerance), layout
         assert curve[1][1] == pytest.approx(want[1][1], rel=5 * tolerance), layout
 

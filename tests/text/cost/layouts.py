@@ -47,6 +47,10 @@ MORE = {
     "--tensor-model-parallel-size 2 --nproc-per-node 2",
     "outputs and all heads normalized tp2": "--reordered-norm --qk-layernorm "
     "--qk-layernorm-all-heads --tensor-model-parallel-size 2 --nproc-per-node 2",
+    "side by side tp2": "--use-parallel-residual --normalization LayerNorm --add-mlp-bias "
+    "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "side by side behind one norm": "--use-parallel-residual --shared-input-norm "
+    "--normalization LayerNorm --no-norm-bias",
     "rotated heads normalized, factors": "--qk-layernorm --qk-layernorm-after-rope "
     "--residual-multiplier 0.3 --logits-scaling 6",
     "tied pp2": "--no-untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "

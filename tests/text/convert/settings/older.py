@@ -3,6 +3,7 @@
 from tests.text.convert.settings.kinds import Settings
 
 _GPT = {"n_embd": 64, "n_layer": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+_NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 _NEO = {"num_layers": 2, "num_heads": 4, "bos_token_id": 0, "eos_token_id": 0}
 SETTINGS: dict[str, tuple[Settings, Settings]] = {
     "cohere": (
@@ -14,8 +15,8 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
         {"multi_query": True, "num_attention_heads": 8, "tie_word_embeddings": False},
     ),
     "gpt_bigcode": (
-        {**_GPT, "n_head": 4, "n_inner": 100},
-        {**_GPT, "n_head": 8, "multi_query": False, "tie_word_embeddings": False},
+        {**_GPT, **_NO_DROPOUT, "n_head": 4, "n_inner": 100},
+        {**_GPT, **_NO_DROPOUT, "n_head": 8, "multi_query": False, "tie_word_embeddings": False},
     ),
     "gpt_neo": (
         {**_NEO, "attention_types": [[["global", "local"], 1]], "window_size": 8},
