@@ -187,8 +187,8 @@ class Family:
         fixed: our fields that have the same value in all models of the family, by name.
         only: entries of config.json for which just one value is supported, by name; they may also
             be None or missing.
-        weights: the tensors that hold our parameters, as they are written; or a function that
-            returns them, if their names depend on the model.
+        weights: the tensors that hold our parameters, as they are written.
+        weights_of: returns the tensors instead of ``weights`` if their names depend on the model.
         read_too: other forms of ``weights`` that files of such models may have. The form whose
             names a folder has is read.
         nearest: the `model_type` of the family from which this one is derived.
@@ -203,12 +203,13 @@ class Family:
     says: str
     entries: Sequence[Entry]
     fixed: Mapping[str, Any]
-    weights: Weights | Callable[[Gpt], Weights]
+    weights: Weights
     only: Mapping[str, Any] = field(default_factory=dict)
     read_too: Sequence[Weights] = ()
     nearest: str | None = None
     known_as: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    weights_of: Callable[[Gpt], Weights] | None = None
 
     def but(
         self,
@@ -220,7 +221,8 @@ class Family:
         fixed: Mapping[str, Any] | None = None,
         only: Mapping[str, Any] | None = None,
         without: Collection[str] = (),
-        weights: Weights | Callable[[Gpt], Weights] | None = None,
+        weights: Weights | None = None,
+        weights_of: Callable[[Gpt], Weights] | None = None,
         read_too: Sequence[Weights] = (),
         known_as: str | None = None,
         defaults: Mapping[str, Any] | None = None,
@@ -252,6 +254,7 @@ class Family:
             self.model_type,
             known_as,
             dict(defaults or {}),
+            weights_of,
         )
 
     def fields(self, settings: Settings) -> Fields:
@@ -298,7 +301,7 @@ class Family:
                 None returns the form that is written.
             change: is applied to the weights of each form first.
         """
-        own = self.weights(gpt) if callable(self.weights) else self.weights
+        own = self.weights if self.weights_of is None else self.weights_of(gpt)
         forms = (own, *self.read_too)
         tables = [change(form).table(gpt.model, vocab_size) for form in forms]
         if names is None or len(tables) == 1:

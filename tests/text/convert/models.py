@@ -1,5 +1,6 @@
 """Tiny random models of transformers, and checks of our model with their weights."""
 
+import copy
 import json
 import pickle
 import sys
@@ -180,7 +181,8 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
     torch.manual_seed(len(str(settings)))
     name = settings["model_type"]
     known = FAMILIES[name].known_as or name
-    config = AutoConfig.for_model(**as_known({**SIZES, **settings}))
+    # Copy, since transformers changes its arguments.
+    config = AutoConfig.for_model(**as_known(copy.deepcopy({**SIZES, **settings})))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     floating = [x for x in model.buffers() if x.is_floating_point() and x.requires_grad is False]
     stored = {x.data_ptr() for x in model.state_dict().values()}

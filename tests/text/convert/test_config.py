@@ -174,7 +174,10 @@ def test_there_and_back(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"normalization": "LayerNorm"}, "llama, but `--normalization` is 'LayerNorm', not 'RMSN"),
+        (
+            {"normalization": "LayerNorm", "final_logit_softcapping": 5.0},
+            "is stablelm, but `--final-logit-softcapping` is 5.0, not None",
+        ),
         ({"position_embedding_type": "none"}, "`--position-embedding-type` is 'none', not 'rope'"),
         ({"swiglu": False}, "`--swiglu` is False, not True"),
         ({"add_bias_linear": True}, "`--add-bias-linear` is True, not False"),

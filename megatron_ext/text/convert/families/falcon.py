@@ -73,7 +73,7 @@ LAYERS = Translated(
     _write_layers,
     ("`new_decoder_architecture` without `parallel_attn`",),
 )
-_WEIGHTS = llama.WEIGHTS.but(
+WEIGHTS = llama.WEIGHTS.but(
     renamed={
         "model.layers": "transformer.h",
         "model.embed_tokens": "transformer.word_embeddings",
@@ -86,15 +86,15 @@ _WEIGHTS = llama.WEIGHTS.but(
         "mlp.linear_fc1.{kind}": "mlp.dense_h_to_4h.{kind}",
     },
 )
-_TWO_NORMS = _WEIGHTS.but(
+_TWO_NORMS = WEIGHTS.but(
     renamed={"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
 )
 
 
-def weights(gpt: Gpt) -> Weights:
+def weights_of(gpt: Gpt) -> Weights:
     """Return the tensors, whose norms have other names where each branch has its own."""
     own_norms = gpt.block.use_parallel_residual and not gpt.block.shared_input_norm
-    return _TWO_NORMS if own_norms else _WEIGHTS
+    return _TWO_NORMS if own_norms else WEIGHTS
 
 
 FAMILY = llama.BASE.but(
@@ -112,5 +112,6 @@ FAMILY = llama.BASE.but(
     fixed=gpt_neox.UNGATED,
     only={"alibi": False, "hidden_dropout": 0.0},
     without=("hidden_act",),
-    weights=weights,
+    weights=WEIGHTS,
+    weights_of=weights_of,
 )

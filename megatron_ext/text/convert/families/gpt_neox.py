@@ -15,7 +15,7 @@ UNGATED = {
     "normalization": "LayerNorm",
     "swiglu": False,
 }
-"""What decoders with LayerNorm and an MLP without a gate have in common."""
+"""Our fields of decoders with LayerNorm and an MLP without a gate."""
 FAMILY = llama.BASE.but(
     model_type="gpt_neox",
     architecture="GPTNeoXForCausalLM",
