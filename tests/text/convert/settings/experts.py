@@ -91,4 +91,101 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             "mlp_layer_types": ["sparse", "sparse"], "tie_word_embeddings": True,
         },
     ),
+    "minimax_m2": (
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+            "head_dim": 18, "rotary_dim": 12,
+        },
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,
+            "head_dim": 10, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoe": (
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+            "embedding_multiplier": 2.5, "residual_multiplier": 0.6, "logits_scaling": 3.0,
+            "attention_multiplier": 0.3, "tie_word_embeddings": True,
+        },
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,
+            "attention_multiplier": 0.2, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "attention_bias": True,
+        },
+    ),
+    "granitemoeshared": (
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+            "embedding_multiplier": 2.5, "residual_multiplier": 0.6, "logits_scaling": 3.0,
+            "attention_multiplier": 0.3, "shared_intermediate_size": 40,
+        },
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,
+            "num_attention_heads": 8, "num_key_value_heads": 1, "shared_intermediate_size": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granitemoe_swa": (
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+            "residual_multiplier": 0.6, "attention_multiplier": 0.3, "sliding_window": 8,
+            "shared_intermediate_size": 40, "layer_rope_theta": [0, 10000.0],
+        },
+        {
+            "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,
+            "attention_multiplier": 0.2, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+            "layer_rope_theta": [500.0, 50000.0],
+        },
+    ),
+    "olmoe": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,
+            "norm_topk_prob": True, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "tie_word_embeddings": True, "attention_bias": True,
+        },
+    ),
+    "flex_olmo": (
+        {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+            "pad_token_id": 0,
+        },
+        {
+            "num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24,
+            "norm_topk_prob": True, "num_attention_heads": 8, "num_key_value_heads": 1,
+            "tie_word_embeddings": True, "pad_token_id": 0,
+        },
+    ),
+    "hunyuan_v1_moe": (
+        {
+            "num_experts": 4, "moe_topk": [2, 2], "intermediate_size": 24, "head_dim": 18,
+            "moe_intermediate_size": [24, 24], "num_shared_expert": [1, 1],
+            "tie_word_embeddings": True,
+        },
+        {
+            "num_experts": 8, "moe_topk": 3, "intermediate_size": 24, "head_dim": 10,
+            "num_attention_heads": 5, "num_key_value_heads": 1, "attention_bias": True,
+            "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "mellum": (
+        {
+            **_FEW, "num_experts": 4, "head_dim": 18, "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+        {
+            **_FEW, "num_experts": 8, "norm_topk_prob": False, "head_dim": 10,
+            "num_attention_heads": 5, "num_key_value_heads": 1, "tie_word_embeddings": True,
+            "mlp_layer_types": ["sparse", "dense"],
+        },
+    ),
 }  # fmt: skip
