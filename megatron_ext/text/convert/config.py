@@ -146,7 +146,8 @@ def _parse_text_part(
     kind: Multimodal, raw: dict[str, Any], path: Path, folder: Path | None
 ) -> HuggingFaceModel:
     """Return the text part of the multimodal model that ``raw`` describes."""
-    if (raw.get("architectures") or [kind.architecture]) != [kind.architecture]:
+    classes = raw.get("architectures") or [kind.architecture]
+    if classes not in [[name] for name in (kind.architecture, *kind.also_named)]:
         raise CheckpointError(
             f"{path} says `architectures` {raw['architectures']!r}, but of {kind.model_type} only "
             f"{kind.architecture} can be converted; use a model of this class."

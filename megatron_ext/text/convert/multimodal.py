@@ -34,6 +34,7 @@ class Multimodal:
             which does not say it.
         forms: the paths of the text model's tensors; the form whose names a folder has is taken.
         key: name of the entry of config.json with the text model's entries.
+        also_named: names that the class has in published folders with code of their own.
     """
 
     model_type: str
@@ -41,6 +42,7 @@ class Multimodal:
     texts: tuple[str, ...]
     forms: tuple[Paths, ...] = LLAVA
     key: str = "text_config"
+    also_named: tuple[str, ...] = ()
 
     def form(self, names: Collection[str]) -> Paths:
         """Return the form of which a folder with the tensors ``names`` has the most."""

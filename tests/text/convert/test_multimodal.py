@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron_ext.errors import CheckpointError
@@ -25,16 +25,35 @@ VISION = {
 }  # fmt: skip
 WHOLE: dict[str, dict[str, Any]] = {
     "mistral3": {"spatial_merge_size": 2, "image_token_index": 299, "vision_config": VISION},
+    "kimi_k25": {
+        "image_token_id": 299, "video_token_id": 298, "projection_hidden_size": 128,
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4,
+        },
+    },
+    "qwen3_vl_moe": {
+        "image_token_id": 299, "video_token_id": 298, "vision_start_token_id": 297,
+        "vision_end_token_id": 296,
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2,
+            "patch_size": 8, "out_hidden_size": 64, "deepstack_visual_indexes": [0],
+        },
+    },
     "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 299, "vision_config": VISION},
 }
 """Entries of config.json beside those of the text part, by `model_type`."""
+
+
+TEXT: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 20}}
+"""Entries of the text part without which transformers cannot read what it has written."""
 
 
 def make_whole(name: str, folder: Path, number: int = 0) -> Path:
     """Save a random model, with a file that no program knows beside it."""
     torch.manual_seed(number)
     kind = MULTIMODAL[name].texts[0]
-    text = {**SIZES, **SETTINGS[kind][number], "model_type": kind}
+    text = {**SIZES, **SETTINGS[kind][number], **TEXT.get(name, {}), "model_type": kind}
     tied = text.get("tie_word_embeddings", kind.startswith("gemma"))
     config = AutoConfig.for_model(
         name, **{**WHOLE[name], "text_config": text, "tie_word_embeddings": tied}
@@ -44,6 +63,12 @@ def make_whole(name: str, folder: Path, number: int = 0) -> Path:
         for weight in model.parameters():
             weight += 0.2 * torch.randn_like(weight)
     model.save_pretrained(folder)
+    if name == "kimi_k25":
+        # transformers 5.23 renames the layers of the text part as it does those of the vision part.
+        written = load_file(folder / "model.safetensors")
+        paths = "language_model.model.blocks.", "language_model.model.layers."
+        renamed = {key.replace(*paths): value for key, value in written.items()}
+        save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "preprocessor_config.json").write_text('{"size": 16}')
     return folder
 

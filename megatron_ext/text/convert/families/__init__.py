@@ -67,6 +67,7 @@ MODULES = {
     "flex_olmo": "olmoe",
     "hunyuan_v1_moe": "hunyuan_v1_moe",
     "mellum": "mellum",
+    "qwen3_vl_moe_text": "qwen3_vl_moe",
     # older decoders
     "cohere": "cohere",
     "falcon": "falcon",
@@ -99,6 +100,15 @@ MULTIMODAL = {
     for kind in (
         Multimodal("gemma3", "Gemma3ForConditionalGeneration", ("gemma3_text",)),
         Multimodal("mistral3", "Mistral3ForConditionalGeneration", ("ministral3", "mistral")),
+        Multimodal(
+            "kimi_k25",
+            "Kimi_K25ForConditionalGeneration",
+            ("deepseek_v3", "kimi_k2"),
+            also_named=("KimiK25ForConditionalGeneration",),
+        ),
+        Multimodal(
+            "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",)
+        ),
     )
 }
 """Multimodal models of which the text part can be converted, by `model_type`."""

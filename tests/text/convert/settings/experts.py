@@ -188,4 +188,21 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             "mlp_layer_types": ["sparse", "dense"],
         },
     ),
+    "qwen3_vl_moe_text": (
+        {
+            **_FEW, "num_experts": 4, "head_dim": 18, "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 50000.0, "mrope_section": [3, 3, 3],
+                "mrope_interleaved": True,
+            },
+        },
+        {
+            **_FEW, "num_experts": 8, "head_dim": 10, "num_attention_heads": 5,
+            "num_key_value_heads": 1, "attention_bias": True, "decoder_sparse_step": 2,
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 50000.0, "mrope_section": [1, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
 }  # fmt: skip
