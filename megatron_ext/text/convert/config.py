@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from megatron_ext.text.convert.family import (
 from megatron_ext.text.convert.multimodal import Multimodal, other_files, text_config
 from megatron_ext.text.convert.quantization import ENTRY, read_quantization
 from megatron_ext.text.convert.settings import SETTINGS, read_settings
-from megatron_ext.text.convert.table import Table
+from megatron_ext.text.convert.table import Shapes, Table
 
 
 @dataclass(frozen=True)
@@ -93,27 +93,27 @@ class HuggingFaceModel:
         """Return our configuration sections that describe this model."""
         return Gpt.of_fields(self.fields)
 
-    def table(self, names: Collection[str] | None = None) -> Table:
+    def table(self, shapes: Shapes | None = None) -> Table:
         """Return the table that maps our weights to the model's tensors.
 
-        ``names`` are those of the tensors in the model's folder; None takes the form in which such
+        ``shapes`` are those of the tensors in the model's folder; None takes the form in which such
         a model is written.
         """
-        return self.table_of(self.sections(), self.vocab_size, names)
+        return self.table_of(self.sections(), self.vocab_size, shapes)
 
-    def table_of(self, gpt: Gpt, vocab_size: int, names: Collection[str] | None = None) -> Table:
-        """Return the `table` for a run's configuration, which may differ in its MTP depths."""
+    def table_of(self, gpt: Gpt, vocab_size: int, shapes: Shapes | None = None) -> Table:
+        """Return the `table` for a run's configuration, which may differ in its MTP depths.
+
+        The text part of a multimodal model is written in the form that its folder has.
+        """
         wrapping = self.wrapping
         if wrapping is None:
-            return self.family.table(gpt, vocab_size, names)
-        if names is None and wrapping.folder is not None:
+            return self.family.table(gpt, vocab_size, shapes)
+        if shapes is None and wrapping.folder is not None:
             with TensorFolder(wrapping.folder) as folder:
-                stored = folder.stored_names
-        else:
-            stored = set(names or ())
-        return self.family.table(
-            gpt, vocab_size, names, lambda weights: weights.but(renamed=wrapping.kind.form(stored))
-        )
+                shapes = {name: folder.shape(name) for name in folder.stored_names}
+        form = wrapping.kind.form(shapes or {})
+        return self.family.table(gpt, vocab_size, shapes, lambda weights: weights.but(renamed=form))
 
 
 def read_model(folder: Path) -> HuggingFaceModel:

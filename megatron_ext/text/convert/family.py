@@ -290,23 +290,24 @@ class Family:
         self,
         gpt: Gpt,
         vocab_size: int,
-        names: Collection[str] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
         change: Callable[[Weights], Weights] = lambda weights: weights,
     ) -> Table:
         """Return the table of weights of a model of this family.
 
         Args:
             vocab_size: number of entries of its vocabulary, without padding.
-            names: the names of the tensors in its folder, which decide the form of the weights;
-                None returns the form that is written.
+            shapes: the shapes of the tensors in its folder, which decide the form of the weights
+                by their names, and where these are the same; None returns the form that is written.
             change: is applied to the weights of each form first.
         """
         own = self.weights if self.weights_of is None else self.weights_of(gpt)
         forms = (own, *self.read_too)
         tables = [change(form).table(gpt.model, vocab_size) for form in forms]
-        if names is None or len(tables) == 1:
+        if shapes is None or len(tables) == 1:
             return tables[0]
-        return max(tables, key=lambda table: table.names_in(names))
+        size = gpt.model.hidden_size or 0
+        return max(tables, key=lambda table: (table.names_in(shapes), table.turns(shapes, size)))
 
 
 def architecture_of(gpt: Gpt) -> Fields:

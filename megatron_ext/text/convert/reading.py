@@ -108,7 +108,7 @@ class _Reading:
         self.model = read_model(self.folder)
         self.notes += self.model.notes()
         self.source = WeightFolder(self.model)
-        self.table = self.model.table(self.source.names)
+        self.table = self.model.table(self.source.shapes())
         self.notes += self.source.notes()
         decoder: Shapes = {}
         depths: Shapes = {}
@@ -319,7 +319,7 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
     always float32 do not count. Raise a CheckpointError if the dtypes differ.
     """
     with WeightFolder(model) as source:
-        table = model.table(source.names)
+        table = model.table(source.shapes())
         kinds = set[str]()
         for name in source.names:
             source.check_kind(name)

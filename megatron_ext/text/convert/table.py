@@ -134,6 +134,19 @@ class Table:
         }
         return sum(_NUMBER.sub("*", name) in known for name in names)
 
+    def turns(self, shapes: Mapping[str, Sequence[int]], hidden_size: int) -> bool:
+        """Tell whether the tensors of all experts are stored as this table says: turned or not.
+
+        ``shapes`` has the shapes of a folder's tensors by name. If there are no such tensors, they
+        are as the table says.
+        """
+        for part in self.layer.get("mlp.experts.experts.linear_fc2.weight", ()):
+            pattern = re.escape(part.tensor).replace(r"\{layer\}", r"\d+")
+            stored = next((x for name, x in shapes.items() if re.fullmatch(pattern, name)), None)
+            if part.stacked and stored is not None:
+                return stored[2 if part.transposed else 1] == hidden_size
+        return True
+
     def without_place(self, tensors: Iterable[str]) -> set[str]:
         """Return the names in ``tensors`` of those that have no place in our model."""
         return {name for name in tensors if self.unused and name.startswith(self.unused)}

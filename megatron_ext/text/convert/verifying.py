@@ -153,7 +153,7 @@ def verify_folder(order: Verify) -> Verification:
         # Nothing has been written into the parameters, so they take addresses but no memory.
         chunk = huggingface.build_bare(config, context)
         with WeightFolder(model) as source:
-            table = model.table(source.names)
+            table = model.table(source.shapes())
             needs = _needs(chunk, table, model)
             rows = list(_rows(source, table, needs, model))
             notes = [*model.notes(), *source.notes()]
@@ -254,7 +254,7 @@ def _compared(
     Values of the folder are rounded to the dtype of our model.
     """
     different: dict[str, str] = {}
-    table = model.table(source.names)
+    table = model.table(source.shapes())
     kept = next(chunk.parameters()).dtype
     for name, ours in gathered_tensors(chunk, context, table, model.fields["num_layers"], kept):
         if name not in source.names:

@@ -106,9 +106,7 @@ MULTIMODAL = {
             ("deepseek_v3", "kimi_k2"),
             also_named=("KimiK25ForConditionalGeneration",),
         ),
-        Multimodal(
-            "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",)
-        ),
+        Multimodal("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",)),
     )
 }
 """Multimodal models of which the text part can be converted, by `model_type`."""

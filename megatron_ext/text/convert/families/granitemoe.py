@@ -3,10 +3,10 @@
 from megatron_ext.text.convert.entries import Translated
 from megatron_ext.text.convert.families import granite, granite_swa, llama, mixtral
 from megatron_ext.text.convert.family import Fields, Settings
-from megatron_ext.text.convert.weights import whole
+from megatron_ext.text.convert.weights import Given, whole
 
 _SHARED = "moe_shared_expert_intermediate_size"
-EXPERTS = {
+EXPERTS: Given = {
     "mlp.experts.experts.linear_fc1.weight": whole(
         "block_sparse_moe.input_linear.weight", stacked=True
     ),
