@@ -33,7 +33,7 @@ _LONGEST = 1 << 20
 
 @dataclass(frozen=True)
 class Training:
-    """What a card says of a model's training.
+    """The training of a model, as a card tells of it.
 
     Attributes:
         values: the configuration of the run.
@@ -95,13 +95,14 @@ def _front_matter(model_type: str, training: Training) -> Iterator[str]:
 
 def _license(folder: Path) -> str | None:
     """Return the license that the card in a folder names; None if it names none."""
-    card = _read(folder / FILE)
+    card = read_card(folder / FILE)
     head = re.match(r"---\n(.*?)\n---", card or "", re.DOTALL)
     found = re.search(r"^license: *([\w.-]+) *$", head[1], re.MULTILINE) if head else None
     return found[1] if found else None
 
 
-def _read(path: Path) -> str | None:
+def read_card(path: Path) -> str | None:
+    """Return the text of a card; None if there is none, or it is no text or too long."""
     if not path.is_file() or path.stat().st_size > _LONGEST:
         return None
     try:

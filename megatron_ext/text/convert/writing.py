@@ -32,7 +32,7 @@ from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import from_all_ranks, gather_or_raise, on_every_rank
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.card import FILE as README
-from megatron_ext.text.convert.card import MARK
+from megatron_ext.text.convert.card import MARK, read_card
 from megatron_ext.text.convert.config import HuggingFaceModel
 from megatron_ext.text.convert.quantization import ENTRY
 from megatron_ext.text.convert.quantizing import Quantizer
@@ -230,7 +230,7 @@ def write_model(
 
 def _write_card(path: Path, former: Path, card: str) -> None:
     """Write a model card, or copy the one in the folder to be replaced if a user has written it."""
-    if former.is_file() and MARK not in former.read_text(encoding="utf-8", errors="replace"):
+    if former.is_file() and MARK not in (read_card(former) or ""):
         shutil.copyfile(former, cleared(path))
     else:
         write_text(path, card)
