@@ -38,7 +38,7 @@ from tests.video.networks.wan.convert.models import network as wan
 from tests.video.streaming.runs import write_prompts
 
 VOCABULARY = 127
-USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_10"
+USUAL_PLACE = Path(tempfile.gettempdir()) / "megatron_ext_combinations_11"
 """The folder of the inputs; its number changes when they do."""
 
 
@@ -154,6 +154,9 @@ def _write_weights(folder: Path) -> None:
     }
     save_file(public_of(weights, sizes, "open-sora"), folder / "open_sora.safetensors")
     for name in ("flux", "wan", "wan32", "hunyuan"):
-        targets = ["to_q", "to_k", "to_v", "ff.net.2" if name != "wan" else "ffn.net.2"]
+        endings = (".to_q", ".to_k", ".to_v", ".net.2")
+        layers = [layer for layer, _ in models[name].named_modules() if layer.endswith(endings)]
+        # A run adapts no layer outside of the blocks.
+        targets = [layer for layer in layers if "refiner" not in layer]
         config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
         peft.get_peft_model(models[name], config).save_pretrained(folder / f"{name}_adapter")

@@ -32,6 +32,7 @@ from megatron_ext.video.data.conditions import frame_masks, loss_mask
 from megatron_ext.video.data.encode import VideoSample
 from megatron_ext.video.data.frames import decode, probe
 from megatron_ext.video.data.geometry import Bucket
+from megatron_ext.video.data.manifest import folder_of_model
 from megatron_ext.video.data.pictures import Image
 from megatron_ext.video.data.randomness import draw_microbatch
 from megatron_ext.video.sampling.mp4 import as_bytes
@@ -136,7 +137,8 @@ def _codec(folder: str, manifest: dict[str, Any]) -> tuple[VideoCodec | None, li
     result is a list of warnings.
     """
     try:
-        return codec_from_manifest(manifest, None if folder == PATCH else folder), []
+        given = folder_of_model(manifest, "codec", None if folder == PATCH else folder)
+        return codec_from_manifest(manifest, given), []
     except ConfigError as error:
         return None, [f"frames are those of the clips' files, not of the latents: {error}"]
 

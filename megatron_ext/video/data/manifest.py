@@ -71,6 +71,30 @@ def latent_factor(manifest: Mapping[str, Any], axis: str) -> int | None:
     return factor
 
 
+def folders_of(options: VideoPreprocessOptions) -> dict[str, str]:
+    """Return the folders of the models that encode clips, by the field of the flag.
+
+    A dataset keeps them, so that sampling finds its encoders.
+    """
+    given = {
+        **asdict(options.text_encoder),
+        "codec": None if options.codec.codec == PATCH else options.codec.codec,
+        "image_encoder": options.image_encoder.image_encoder,
+    }
+    fields = dict.fromkeys(["codec", "image_encoder", *(x for y in FOLDERS.values() for x in y)])
+    return {name: str(Path(given[name]).resolve()) for name in fields if given[name]}
+
+
+def folder_of_model(manifest: Mapping[str, Any], name: str, given: str | None) -> str | None:
+    """Return the folder of a model that encoded a dataset.
+
+    It is the ``given`` one or, if that is None, the one that the manifest has under the flag's
+    field ``name``, if it is still there.
+    """
+    known = manifest.get("folders", {}).get(name)
+    return known if given is None and known and Path(known).is_dir() else given
+
+
 def weights_stamp(options: VideoPreprocessOptions) -> str:
     """Return a hash by which a later run notices that the weights of a model have changed.
 
@@ -178,6 +202,7 @@ The form of a single value is a pair (description, check), where ``check`` must 
 dict is the form of a mapping that has these entries; a list ``[form]`` is the form of a list, all
 items of which have this form."""
 _OPTIONAL = {
+    "folders": {},
     "latents": {"temporal": _SIZE, "spatial": _SIZE},
     "image_encoder": {},
     "image_embeds": {"sides": [(f"one of {', '.join(SIDES)}", lambda x: x in SIDES)],

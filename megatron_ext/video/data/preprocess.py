@@ -50,6 +50,7 @@ from megatron_ext.video.data.encode import (
 )
 from megatron_ext.video.data.geometry import Drop
 from megatron_ext.video.data.manifest import (
+    folders_of,
     make_manifest,
     sample_options,
     weights_stamp,
@@ -124,6 +125,7 @@ def _preprocess(options: VideoPreprocessOptions, say: Say) -> None:
             [entry.fps for entries in register.shards().values() for entry in entries],
             [entry.key for entries in register.shards().values() for entry in entries],
         )
+        manifest["folders"] = folders_of(options)
         kept = _publish(folder, manifest, register, samples, dropped)
     for line in [
         *report(dropped, len(clips)),

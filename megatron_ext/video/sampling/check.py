@@ -39,7 +39,8 @@ def check_sampling(config: RunConfig) -> SampleSource:
             "the model is of text to video alone and has no input for it; leave it out, or train "
             "with a condition mode such as `--i2v-head-weight 1`."
         )
-    _check_given(config, requests)
+    source = source_of(config)
+    _check_given(config, requests, source.image_folder)
     led_away = next((x for x in requests if x.negative_prompt), None)
     if led_away is not None and not has_guidance(sample):
         raise ConfigError(
@@ -47,7 +48,6 @@ def check_sampling(config: RunConfig) -> SampleSource:
             "which has no effect without guidance, that is with `--sample-text-scale 1`; leave it "
             "out, or give a larger scale."
         )
-    source = source_of(config)
     source.check_text_encoder()
     codec = source.codec()
     channels = getattr(network_of(config).sizes, "channels", codec.channels)
@@ -69,8 +69,10 @@ def check_sampling(config: RunConfig) -> SampleSource:
     return source
 
 
-def _check_given(config: RunConfig, requests: Sequence[ClipRequest]) -> None:
+def _check_given(config: RunConfig, requests: Sequence[ClipRequest], folder: str | None) -> None:
     """Check that each clip is given the frames that the network needs, and can be guided by them.
+
+    ``folder`` is that of the image encoder, None if there is none.
 
     Raises:
         ConfigError: a reference or the image encoder is missing, or a flag has no effect.
@@ -93,7 +95,7 @@ def _check_given(config: RunConfig, requests: Sequence[ClipRequest]) -> None:
             "has no effect on a model that is given frames as input channels",
             "use 1",
         )
-    if needs.image_places and images is None:
+    if needs.image_places and folder is None:
         raise ConfigError(
             "`--image-encoder` is missing, since the model is given an embedding of each image; "
             "give the folder of CLIP's vision model."

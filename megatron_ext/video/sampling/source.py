@@ -33,7 +33,7 @@ from megatron_ext.video.data.image_encoder import (
     check_image_encoder,
     image_encoder_from_manifest,
 )
-from megatron_ext.video.data.manifest import SIDES
+from megatron_ext.video.data.manifest import SIDES, folder_of_model
 from megatron_ext.video.data.setup import manifest_of, null_text_of
 from megatron_ext.video.data.text_encoders import (
     TextEncoder,
@@ -78,6 +78,11 @@ class SampleSource(ABC):
     def check_text_encoder(self) -> None:
         """Raise ConfigError or DataError if the folders of the text encoder cannot be used."""
 
+    @property
+    def image_folder(self) -> str | None:
+        """Return the folder of the image encoder; None if there is none."""
+        return self.config.section(ImageEncoderConfig).image_encoder
+
     @abstractmethod
     def image_encoder(self, device: torch.device | None = None) -> ImageEncoder | None:
         """Build the image encoder, as `codec` builds the codec; return None if there is none."""
@@ -89,35 +94,41 @@ class SampleSource(ABC):
 
 
 class DataSource(SampleSource):
-    """The encoders that made a run's training data; the flags say where their weights are."""
+    """The encoders that made a run's training data.
+
+    The flags say where their weights are; without a flag they are where preprocessing found them.
+    """
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
         return manifest_of(self.config)
 
+    @property
+    def _text_folders(self) -> dict[str, str | None]:
+        flags = self.config.section(TextEncoderConfig)
+        names = ("t5_path", "clip_path", "llama_path")
+        return {x: folder_of_model(self.manifest, x, getattr(flags, x)) for x in names}
+
     def codec(self, device: torch.device | None = None) -> VideoCodec:
         flags = self.config.section(CodecConfig)
         tiles = {name: getattr(flags, name) for name in TILE_FLAGS}
-        folder = None if flags.codec == PATCH else flags.codec
+        given = None if flags.codec == PATCH else flags.codec
+        folder = folder_of_model(self.manifest, "codec", given)
         return codec_from_manifest(self.manifest, folder, device, **tiles)
 
     def text_encoder(self, device: torch.device | None = None) -> TextEncoder:
-        flags = self.config.section(TextEncoderConfig)
-        return text_encoder_from_manifest(
-            self.manifest,
-            flags.t5_path,
-            flags.clip_path,
-            llama_path=flags.llama_path,
-            device=device,
-        )
+        return text_encoder_from_manifest(self.manifest, **self._text_folders, device=device)
 
     def check_text_encoder(self) -> None:
-        flags = self.config.section(TextEncoderConfig)
-        check_text_encoder(self.manifest, flags.t5_path, flags.clip_path, flags.llama_path)
+        check_text_encoder(self.manifest, **self._text_folders)
+
+    @property
+    def image_folder(self) -> str | None:
+        given = self.config.section(ImageEncoderConfig).image_encoder
+        return folder_of_model(self.manifest, "image_encoder", given)
 
     def image_encoder(self, device: torch.device | None = None) -> ImageEncoder | None:
-        path = self.config.section(ImageEncoderConfig).image_encoder
-        return image_encoder_from_manifest(self.manifest, path, device)
+        return image_encoder_from_manifest(self.manifest, self.image_folder, device)
 
     @property
     def null(self) -> Text:

@@ -115,7 +115,7 @@ def test_frames_of_the_files_where_the_codec_is_missing(data: Path, tmp_path: Pa
     for picture, truth in zip(shown, making.pictures(5, first=number)[[0, 2, 4]], strict=True):
         assert np.abs(picture.astype(int) - truth).max() < 3
     assert main(["--html", str(html), "--codec", "/none", *words_of(copied)]) == 0
-    assert "of the latents: `codec` (/none) must be `patch` or a local folder" in html.read_text()
+    assert "of the latents: `--codec` (/none) must be `patch` or a local folder" in html.read_text()
     other = shutil.copytree(copied, tmp_path / "other")
     (other / "clips.jsonl").unlink()
     main(["--html", str(html), *words_of(other)])

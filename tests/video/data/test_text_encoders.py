@@ -13,11 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import TextEncoderConfig
+from megatron_ext.video.config.rules import SECTIONS
 from megatron_ext.video.data.cli import main
 from megatron_ext.video.data.conditions import text_mask
 from megatron_ext.video.data.dataset import ShardedVideos, collate
+from megatron_ext.video.data.manifest import folder_of_model
 from megatron_ext.video.data.model_folders import public
 from megatron_ext.video.data.text_encoders import (
     build_text_encoder,
@@ -25,6 +28,7 @@ from megatron_ext.video.data.text_encoders import (
     text_encoder_from_manifest,
     widths_of,
 )
+from megatron_ext.video.sampling.source import source_of
 from tests.video.data.making import PLAN, UMT5_WIDTH, pictures, write_umt5
 
 HASHED = TextEncoderConfig(text_length=5, text_width=12, pooled_width=7)
@@ -423,6 +427,17 @@ def test_clips_are_preprocessed_without_pooled_vectors(umt5: Path, tmp_path: Pat
     null, pooled = videos.null_text
     assert pooled.shape == (0,)
     torch.testing.assert_close(null, want[1], atol=1e-6, rtol=0)
+    # Sampling from a run on these clips finds the encoder where it was.
+    assert videos.manifest["folders"] == {"t5_path": str(umt5.resolve())}
+    run = RunConfig.from_dict({"video": {"video_data_path": [str(tmp_path / "out")]}}, SECTIONS)
+    source = source_of(run)
+    source.check_text_encoder()
+    assert torch.equal(source.text_encoder().encode([""])[0][0], want[1])
+    moved = tmp_path / "moved"
+    shutil.copytree(umt5, moved)
+    manifest = {**videos.manifest, "folders": {"t5_path": str(tmp_path / "gone")}}
+    assert folder_of_model(manifest, "t5_path", None) is None
+    assert folder_of_model(videos.manifest, "t5_path", str(moved)) == str(moved)
 
 
 def test_the_widths_of_encoders_are_known_without_their_weights(tmp_path: Path) -> None:
