@@ -21,6 +21,7 @@ from megatron_ext.text.convert.family import architecture_of, differences
 from megatron_ext.text.convert.huggingface import build_bare, reference_model
 from megatron_ext.text.convert.reading import load_folder, without_missing_depths
 from megatron_ext.text.convert.writing import write_model
+from tests.text.convert.families_table import PAGE, with_table
 from tests.text.convert.models import LENGTH, class_of, in_child, make_tiny, theirs, tokens
 from tests.text.convert.settings import SETTINGS
 from tests.text.convert.test_training import LAYOUTS, check_folder
@@ -144,3 +145,9 @@ def test_code_of_a_folder_is_not_run_to_compare_logits(tmp_path: Path) -> None:
     model = read_model(made("minicpm", 0, tmp_path / "hf"))
     with pytest.raises(CheckpointError, match="whose code comes with the folder and is not run"):
         reference_model(model)
+
+
+def test_the_page_has_the_families_as_they_are() -> None:
+    """``python -m tests.text.convert.families_table`` writes it."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert with_table(page) == page
