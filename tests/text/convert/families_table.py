@@ -1,6 +1,6 @@
 """Writes the tables of families: ``python -m tests.text.convert.families_table``.
 
-They stand in docs/huggingface.md. A test compares the page with what this module makes of the families.
+They stand in docs/huggingface.md, and a test compares the page with what this module makes.
 """
 
 from pathlib import Path

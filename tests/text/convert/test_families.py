@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_ext.checkpoint.conversion import one_rank
-from megatron_ext.errors import CheckpointError
+from megatron_ext.errors import CheckpointError, MegatronExtError
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.convert.config import config_json, parse_model, read_model
+from megatron_ext.text.convert.config import DESCRIBING, config_json, parse_model, read_model
 from megatron_ext.text.convert.families import FAMILIES, MODULES
 from megatron_ext.text.convert.family import architecture_of, differences
 from megatron_ext.text.convert.huggingface import build_bare, reference_model
@@ -151,3 +152,53 @@ def test_the_page_has_the_families_as_they_are() -> None:
     """``python -m tests.text.convert.families_table`` writes it."""
     page = PAGE.read_text(encoding="utf-8")
     assert with_table(page) == page
+
+
+def others_of(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each entry of a config.json with another value, one at a time."""
+    for key, value in content.items():
+        if key in DESCRIBING or key in SHAPING or key.startswith("_"):
+            continue
+        if isinstance(value, bool):
+            yield key, not value
+        elif isinstance(value, int):
+            yield key, value * 2
+        elif isinstance(value, float):
+            yield key, value * 1.5 + 0.1
+        elif key == "layer_types":
+            yield key, ["full_attention", "sliding_attention"][: len(value)]
+        elif "act" in key and isinstance(value, str):
+            yield key, "gelu" if value != "gelu" else "gelu_new"
+
+
+SHAPING = ("architectures", "vocab_size", "initializer_range", "chunk_size_feed_forward")
+"""Entries whose effect other tests know, or that only weights from scratch feel."""
+
+
+def heard(name: str, folder: Path) -> list[str]:
+    """Change each entry of a family's config.json; return those that nobody hears."""
+    settings = {"model_type": name, **SETTINGS[name][0]}
+    content = json.loads((make_tiny(settings, folder / "first") / "config.json").read_text())
+    wrong = []
+    for key, value in others_of(content):
+        try:
+            source = make_tiny({**settings, key: value}, folder / key)
+            expected = theirs(source)
+        except Exception:
+            continue
+        if not expected.isfinite().all():
+            continue
+        try:
+            difference = difference_of(source, tokens(), expected)
+        except MegatronExtError:
+            continue
+        if difference > 1e-5 and not any(key in note for note in read_model(source).notes()):
+            wrong.append(f"{key} {value}: {difference:.0e}")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALONE)
+def test_each_entry_is_heard_or_named_or_refused(name: str, tmp_path: Path) -> None:
+    """Of a changed entry, logits are those of transformers, or a sentence is about it."""
+    assert in_child(lambda: heard(name, tmp_path), tmp_path / "wrong") == []
