@@ -200,5 +200,5 @@ def heard(name: str, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALONE)
 def test_each_entry_is_heard_or_named_or_refused(name: str, tmp_path: Path) -> None:
-    """Of a changed entry, logits are those of transformers, or a sentence is about it."""
+    """Logits with a changed entry are those of transformers, or a sentence is about it."""
     assert in_child(lambda: heard(name, tmp_path), tmp_path / "wrong") == []
