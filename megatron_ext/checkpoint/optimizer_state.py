@@ -78,6 +78,26 @@ def prime(optimizer: MegatronOptimizer) -> None:
             start_state(inner)
 
 
+@contextmanager
+def without_stubs(optimizer: MegatronOptimizer | None) -> Iterator[None]:
+    """Within the context, leave optimizers without parameters out of a chain of optimizers.
+
+    megatron-core makes one for dense layers even if only experts are trained on a rank, and cannot
+    save or load it.
+    """
+    chain: Any = optimizer
+    parts = list(getattr(chain, "chained_optimizers", ()))
+    live = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+    if not live or len(live) == len(parts):
+        yield
+        return
+    chain.chained_optimizers = live
+    try:
+        yield
+    finally:
+        chain.chained_optimizers = parts
+
+
 def _counting(optimizer: MegatronOptimizer) -> list[Any]:
     inners = [getattr(part, "optimizer", None) for part in parts_of(optimizer)]
     return [inner for inner in inners if isinstance(inner, COUNTING)]

@@ -130,6 +130,20 @@ def sharded_state(
     if optimizer is None:
         return state
     trains = not getattr(optimizer, "is_stub_optimizer", False)
+    with optimizer_state.without_stubs(optimizer):
+        return _with_optimizer(state, model, optimizer, trains, metadata, is_loading=is_loading)
+
+
+def _with_optimizer(
+    state: dict[str, Any],
+    model: Chunks,
+    optimizer: MegatronOptimizer,
+    trains: bool,
+    metadata: dict[str, Any],
+    *,
+    is_loading: bool,
+) -> dict[str, Any]:
+    """Return the model's sharded ``state``, to which that of the optimizer is added."""
     if trains:
         optimizer_state.prime(optimizer)
     if metadata.get(SHARDING) == flat_state.FLAT:
@@ -219,15 +233,8 @@ def apply_state(
         optimizer.reload_model_params()
         return
     if not getattr(optimizer, "is_stub_optimizer", False):
-        keys = ("max_lr", "min_lr")
-        rates = [{key: group[key] for key in keys} for group in optimizer.param_groups]
-        if flat_state.is_flat(loaded["optimizer"]):
-            optimizer_state.prime(optimizer)
-            flat_state.load_optimizer(optimizer, model, loaded["optimizer"])
-        else:
-            optimizer_state.load_optimizer(optimizer, loaded["optimizer"])
-        if scheduler is not None:
-            _settle_rates(optimizer.param_groups, rates, scheduler)
+        with optimizer_state.without_stubs(optimizer):
+            _load_optimizer(loaded["optimizer"], model, optimizer, scheduler)
     if scheduler is not None and "opt_param_scheduler" in loaded:
         try:
             scheduler.load_state_dict(loaded["opt_param_scheduler"])
@@ -238,6 +245,23 @@ def apply_state(
         # megatron-core has set rates and weight decay before it read the checkpoint's decay. A step
         # of 0 sets them again.
         scheduler.step(0)
+
+
+def _load_optimizer(
+    loaded: Any,
+    model: Chunks,
+    optimizer: MegatronOptimizer,
+    scheduler: OptimizerParamScheduler | None,
+) -> None:
+    keys = ("max_lr", "min_lr")
+    rates = [{key: group[key] for key in keys} for group in optimizer.param_groups]
+    if flat_state.is_flat(loaded):
+        optimizer_state.prime(optimizer)
+        flat_state.load_optimizer(optimizer, model, loaded)
+    else:
+        optimizer_state.load_optimizer(optimizer, loaded)
+    if scheduler is not None:
+        _settle_rates(optimizer.param_groups, rates, scheduler)
 
 
 def _settle_rates(

@@ -55,6 +55,7 @@ from megatron_ext.layers.linear import (
     leave,
 )
 from megatron_ext.layers.replicated_linear import ReplicatedLinear
+from megatron_ext.parallel.collectives import largest_of_all_ranks
 
 Layer = ColumnParallelLinear | RowParallelLinear | WholeLinear | ReplicatedLinear
 _IN_A_LAYER = re.compile(r"(^|[._])(layers|blocks)\.")
@@ -260,9 +261,12 @@ def attach_adapters(
     The initial A is kaiming-uniform, as in the authors' code, and the same on every layout. Other
     starts, and other kinds of adapters, are those of `layers.adapter_start`.
 
+    All ranks call this together: a stage may have no layer that gets an adapter.
+
     Raises:
-        ConfigError: a chunk has layers, but ``--lora-target-modules`` names none of them.
+        ConfigError: the model has layers, but ``--lora-target-modules`` names none of them.
     """
+    in_layers = adapted = False
     for chunk in chunks:
         fused = {}
         if config.lora_separate_projections:
@@ -284,20 +288,21 @@ def attach_adapters(
                 if config.is_principal:
                     removed = Adapter(layer, config, gated=gated, rows=rows)
                     layer.lora.removed = removed.requires_grad_(False)
-                    layer.lora.groups = False
         matrices = [adapter.a for _, adapter in adapted_layers(chunk)]
-        if not matrices and any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters()):
-            raise ConfigError(
-                f"`--lora-target-modules` ({' '.join(config.lora_target_modules or ALL_TARGETS)}) "
-                "names no linear layer of this model; give names that it has, or leave out "
-                "`--lora-rank`."
-            )
+        in_layers |= any(_IN_A_LAYER.search(name) for name, _ in chunk.named_parameters())
+        adapted |= bool(matrices)
         uniform = partial(torch.nn.init.kaiming_uniform_, a=math.sqrt(5))
         draw_by_name(chunk, matrices, uniform, seed)
         embedding: Any = getattr(chunk, "embedding", None)
         if embedding is not None:
             # A backward pass must begin here for recomputed layers, and for a stage without layers.
             embedding.register_forward_hook(require_gradient)
+    if largest_of_all_ranks([in_layers, adapted]) == [1, 0]:
+        raise ConfigError(
+            f"`--lora-target-modules` ({' '.join(config.lora_target_modules or ALL_TARGETS)}) "
+            "names no linear layer of this model; give names that it has, or leave out "
+            "`--lora-rank`."
+        )
 
 
 def require_gradient(_module: Any, _inputs: Any, output: Any) -> None:

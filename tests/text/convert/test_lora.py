@@ -56,6 +56,47 @@ def test_goes_on_in_another_layout(tmp_path: Path) -> None:
     assert [*first, *more] == pytest.approx(truth, rel=1e-6)
 
 
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.01 "
+    "--moe-token-dispatcher-type alltoall --lora-modules-to-save router norm embedding"
+).split()
+
+
+def test_experts_go_on_in_another_layout_and_merge(tmp_path: Path) -> None:
+    """And to the same bits in their own."""
+    words = [*LORA, *EXPERTS]
+    split = "--expert-model-parallel-size 2".split()
+    saved = tmp_path / "saved"
+    truth = train(tmp_path / "truth", *words, *split, ranks=2)
+    first = train(saved, *words, *split, "--exit-interval", "2", ranks=2)
+    again = train(tmp_path / "again", *words, *split, "--load", str(saved), ranks=2)
+    assert [*first, *again] == truth
+    layout = "--tensor-model-parallel-size 2 --sequence-parallel".split()
+    more = train(tmp_path / "more", *words, "--load", str(saved), *layout, ranks=2)
+    assert [*first, *more] == pytest.approx(truth, rel=1e-6)
+    assert tool("merge", "--load", tmp_path / "truth", "--save", tmp_path / "merged") == 0
+    flags = [*MODEL, *mock_data(), *EXPERTS[:-4], "--eval-iters", "2", "--skip-train"]
+    losses = []
+    for name, more_words in (("truth", words), ("merged", [])):
+        load = ["--load", str(tmp_path / name), "--train-iters", "4", *more_words]
+        code, rows = train_on_ranks([*flags, *load], save=tmp_path / f"evaluated {name}")
+        assert code == 0
+        losses.append(float(rows[-1]["lm loss"]))
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6)
+
+
+def test_ranks_that_train_only_experts_or_nothing_are_saved(tmp_path: Path) -> None:
+    """The first two layers have no experts, and so no adapters."""
+    words = [*LORA, *EXPERTS[:-4], "--moe-layer-freq", "[0,0,1,1]", "--lora-target-modules"]
+    words += ["experts.linear_fc2"]
+    truth = train(tmp_path / "truth", *words)
+    layout = "--pipeline-model-parallel-size 2 --expert-model-parallel-size 2".split()
+    saved = tmp_path / "saved"
+    first = train(saved, *words, *layout, "--exit-interval", "2", ranks=4)
+    more = train(tmp_path / "more", *words, *layout, "--load", str(saved), ranks=4)
+    assert [*first, *more] == pytest.approx(truth, rel=1e-6)
+
+
 def test_starts_without_saved_adapters(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     base = tmp_path / "base"
     losses = train(base, "--exit-interval", "2")
