@@ -73,7 +73,7 @@ class PublicLayers:
         whole: takes a weight of ours that is trained whole, by name, and returns the public tensors
             that it is, by name.
         module: takes the name of such a tensor, and returns peft's name for its module
-            (``modules_to_save``).
+            (``modules_to_save``); "" for a copy of another one.
     """
 
     name: re.Pattern[str]
@@ -191,7 +191,7 @@ def write_adapters(
     if form.file is not None:
         ranks = {layer: len(a) // layers.experts(layer) for layer, (a, _) in pairs.items()}
         description = _peft_config(lora, ranks, layers, base_model)
-        modules = sorted({layers.module(name) for name in whole or {}})
+        modules = sorted({layers.module(name) for name in whole or {}} - {""})
         if modules:
             description |= {"modules_to_save": modules, "ensure_weight_tying": True}
         # diffusers reads the configuration from the file's header, under names like those of
@@ -480,6 +480,14 @@ def read_adapters(
         for name in sorted(tensors)
         if not _MATRIX.match(name) and name.rpartition(".")[0].endswith(tuple(saved))
     }
+    # Where modules are tied, peft saves copies.
+    copies = [
+        name
+        for name, values in tensors.items()
+        if not _MATRIX.match(name) and any(torch.equal(values, x) for x in whole.values())
+    ]
+    for name in copies:
+        del tensors[name]
     return AdapterFile(
         path,
         dict(_layers(tensors, settings, file, flat)),

@@ -29,6 +29,7 @@ from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.convert.config import fitting_family
 from megatron_ext.text.convert.families.llama import FAMILY as LLAMA
 from megatron_ext.text.convert.family import Family, Gpt
+from megatron_ext.text.convert.reading import EMBEDDING, HEAD
 from megatron_ext.text.convert.table import Run, Table
 
 _ADAPTER = re.compile(
@@ -184,11 +185,23 @@ class TextAdapters:
         else:
             layers = enumerate(values)
             weights = {f"{match['stem']}{layer}.{match['rest']}": x for layer, x in layers}
-        return {
+        found = {
             in_class(tensor): piece
             for weight, each in weights.items()
             for tensor, piece in _pieces(self.runs(weight, len(each)), each).items()
         }
+        if name == EMBEDDING and self.tied_head is not None:
+            (embedding,) = found.values()
+            found[self.tied_head] = embedding.clone()
+        return found
+
+    @property
+    def tied_head(self) -> str | None:
+        """Return the name of an output layer that is the embedding, of which peft saves a copy."""
+        parts = self.table.outer.get(HEAD)
+        if self.gpt.model.untie_embeddings_and_output_weights or not parts:
+            return None
+        return parts[0].tensor
 
 
 def _pieces(runs: list[Run], values: Tensor) -> dict[str, Tensor]:
@@ -264,5 +277,5 @@ def peft_layers(config: RunConfig, root: Path, *, per_expert: bool = False) -> P
 
     return PublicLayers(
         _ADAPTER, adapters.to_public, target, "CAUSAL_LM", experts=experts, whole=adapters.whole,
-        module=_module,
+        module=lambda tensor: "" if tensor == adapters.tied_head else _module(tensor),
     )  # fmt: skip

@@ -1,14 +1,18 @@
 """Runs that go on from adapters of peft, against peft on transformers' class with torch's AdamW."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.programs.lora import main as lora
 from megatron_ext.train.launch import fork_ranks
 from tests.text.convert.models import make, theirs, tokens
@@ -21,7 +25,7 @@ from tests.text.convert.test_training import (
     flags_of,
     record,
 )
-from tests.training_runs import train
+from tests.training_runs import config_of, train
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings(
@@ -169,3 +173,104 @@ def test_steps_are_those_of_peft(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_steps_of_every_case_on_layouts(case: str, tmp_path: Path) -> None:
     check(case, LAYOUTS_OF[case], tmp_path)
+
+
+ROUTED = "base_model.model.model.layers.0.mlp.experts"
+
+
+def changed(folder: Path, settings: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Change a folder of peft: entries of its configuration, and tensors (None removes one)."""
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    file = folder / "adapter_model.safetensors"
+    content = {**load_file(file), **tensors}
+    save_file({name: x for name, x in content.items() if x is not None}, file)
+
+
+def layer(name: str, rank: int = 2, inputs: int = 64, outputs: int = 64) -> dict[str, Tensor]:
+    stem = f"base_model.model.model.layers.0.{name}"
+    return {
+        f"{stem}.lora_A.weight": torch.ones(rank, inputs),
+        f"{stem}.lora_B.weight": torch.ones(outputs, rank),
+    }
+
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"bias": "all"}, {}, "", "says `bias` 'all', which no layer here computes; only LoRA with"),
+    ({"layer_replication": [[0, 2]]}, {}, "", "says `layer_replication` [[0, 2]], which no layer"),
+    ({"alpha_pattern": {"k_proj": 64}}, {}, "", "but the adapters of a run have one scale; give"),
+    ({}, layer("mlp.gate"), "", "holds an adapter of `layers.0.mlp.gate`, which is none of the"),
+    ({"rank_pattern": {"gate_up_proj": 3}}, {}, "", "which must be divisible by its rank (3)"),
+    ({}, {f"{ROUTED}.base_layer.lora_A.weight": None}, "", "without A; copy the file again"),
+    (
+        {},
+        {f"{ROUTED}.{x}.weight": None for x in ("lora_A", "lora_B")},
+        "",
+        "holds 1 adapters of parameters of `layers.0.mlp.experts`, but its `target_parameters`",
+    ),
+    ({}, {}, "--lora-rank 3", "`--lora-rank` (3) contradicts `--adapter-path` ("),
+    ({}, {}, "--lora-target-modules linear_qkv", "(linear_qkv) contradicts `--adapter-path` ("),
+    (
+        {"modules_to_save": ["q_proj"]},
+        {"base_model.model.model.layers.0.self_attn.q_proj.weight": torch.ones(2, 2)},
+        "",
+        "whole, which is no part that `--lora-modules-to-save` names (embedding, output_layer,",
+    ),
+]  # fmt: skip
+
+
+def test_what_cannot_be_gone_on_from_is_said_in_one_sentence(tmp_path: Path) -> None:
+    source = make("qwen3_moe", tmp_path / "hf")
+    settings = {"target_modules": ATTENTION, "target_parameters": EXPERTS}
+    whole = start(source, settings, tmp_path / "adapter")
+    for number, (described, tensors, words, sentence) in enumerate(REFUSED):
+        folder = shutil.copytree(whole, tmp_path / str(number))
+        changed(folder, described, tensors)
+        with pytest.raises((ConfigError, CheckpointError)) as caught:
+            config_of([*flags_of(source), "--adapter-path", str(folder), *words.split()])
+        messages = [x for x in caught.value.messages if sentence in x]
+        assert messages, (sentence, caught.value.messages)
+
+
+def test_layers_of_each_expert_and_a_tied_embedding_go_out_and_in(tmp_path: Path) -> None:
+    """An expert whose projections have an A each gets one adapter of twice the rank."""
+    source = make("qwen3_moe", tmp_path / "hf")
+    settings = {
+        "target_modules": ATTENTION, "target_parameters": EXPERTS,
+        "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True,
+    }  # fmt: skip
+    first = start(source, settings, tmp_path / "adapter")
+    logits = logits_of(source, first)
+    steps = ["--train-iters", "1", "--lr", "0", "--min-lr", "0"]
+    train(flags_of(source, "--adapter-path", str(first), *steps), tmp_path / "run")
+    split = exported(tmp_path / "run", tmp_path / "split", "--format", "peft-experts")
+    names = load_file(split / "adapter_model.safetensors")
+    stem = "base_model.model.model.layers.1.mlp.experts.3"
+    both = [names[f"{stem}.{x}_proj.lora_A.weight"] for x in ("gate", "up")]
+    assert torch.equal(*both) and both[0].shape == (2, 64)
+    want = logits_of(source, exported(tmp_path / "run", tmp_path / "whole"))
+    assert (want - logits).abs().max() <= 1e-5 * logits.abs().max()
+    # The A of two projections differ, and the B of one is zero, so that the model is the same.
+    other = f"{stem}.up_proj.lora"
+    more = {f"{other}_A.weight": both[1] + 1}
+    want_b = names[f"{other}_B.weight"]
+    changed(split, {}, {**more, f"{other}_B.weight": 0 * want_b})
+    train(flags_of(source, "--adapter-path", str(split), *steps), tmp_path / "again")
+    back = exported(tmp_path / "again", tmp_path / "back", "--format", "peft-experts")
+    config = json.loads((back / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["embed_tokens"] and config["r"] == 4
+    found = load_file(back / "adapter_model.safetensors")
+    assert found.keys() == names.keys()
+    for half in ("A", "B"):
+        name = f"{stem}.gate_proj.lora_{half}.weight"
+        assert found[name].shape[half == "B"] == 4
+    for name in (f"{other}_B.weight", f"{other}_A.weight"):
+        assert found[name].shape[name.endswith("B.weight")] == 4
+    products = [
+        x[f"{stem}.gate_proj.lora_B.weight"] @ x[f"{stem}.gate_proj.lora_A.weight"]
+        for x in (names, found)
+    ]
+    assert torch.allclose(*products, rtol=0, atol=1e-6)
+    assert not (found[f"{other}_B.weight"] @ found[f"{other}_A.weight"]).any()
+    rest = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert torch.equal(found[rest], names[rest])
