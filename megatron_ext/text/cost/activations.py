@@ -12,7 +12,6 @@ product runs in 8 bits (`layers.fp8`). A layer with a frozen weight keeps no inp
 adapter (`layers.lora`) does.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_ext.config.lora_targets import adapts
@@ -30,7 +29,6 @@ from megatron_ext.planning.weights import inner_width
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.flops import GptRun
 from megatron_ext.text.cost.latent import LatentSizes
-from megatron_ext.text.cost.products import attention_matrices
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Activations(GptRun):
         """Return the bytes that a norm keeps besides its input, which is ``[tokens, size]``."""
         if self.config.model.normalization == "LayerNorm":
             return layer_norm(tokens)
-        frozen = not self.trains or self.freezes("decoder.final_layernorm.weight")
-        return rms_norm(self.sizes, tokens, size, frozen=frozen)
+        trained = self.updates("decoder.final_layernorm.weight")
+        return rms_norm(self.sizes, tokens, size, frozen=not trained)
 
     def input_norm(self) -> int:
         """Return the bytes kept for the norm before attention or an MLP, including its output."""
@@ -382,11 +380,9 @@ class Activations(GptRun):
         """
         lora = self.config.lora
         sizes = self.sizes
-        gated = self.config.model.gated
         total = 0
-        for kind, rows in self._adapted_rows(number):
-            width = inner_width(lora, kind, gated=gated and kind.endswith("fc1"))
-            total += rows * width * sizes.width
+        for kind, linear, rows in self.adapted(number):
+            total += rows * inner_width(lora, kind, gated=linear.gated) * sizes.width
         mlp = "mlp.experts" if sizes.experts[number] else "mlp"
         for name, numbers in self._inputs(number).items():
             kind = f"{mlp if 'fc' in name else 'self_attention'}.{name}"
@@ -396,21 +392,6 @@ class Activations(GptRun):
             elif not (name == "linear_proj" and attended):
                 total -= numbers * sizes.width
         return total
-
-    def _adapted_rows(self, number: int) -> Iterator[tuple[str, int]]:
-        """Yield the kind of each layer's linear layers with adapters, and the rows that it gets."""
-        sizes = self.sizes
-        rows = {f"self_attention.{x.name}": sizes.tokens for x in attention_matrices(self.config)}
-        rows |= {x: sizes.residual_tokens for x in rows if x.endswith("_down_proj")}
-        groups = {"mlp": sizes.tokens}
-        if sizes.experts[number]:
-            groups = {"mlp.experts": self.routed}
-            if self.moe.moe_shared_expert_intermediate_size:
-                groups["mlp.shared_experts"] = sizes.tokens
-        if not self.recomputes("moe" if sizes.experts[number] else "mlp"):
-            for group, tokens in groups.items():
-                rows |= {f"{group}.linear_fc1": tokens, f"{group}.linear_fc2": tokens}
-        return ((kind, count) for kind, count in rows.items() if adapts(self.config.lora, kind))
 
     def activations(self, stage: Stage) -> LayerBytes:
         sizes = self.sizes
@@ -498,9 +479,5 @@ class Activations(GptRun):
             return LayerBytes(kept, logits * sizes.width + self.table * sizes.width + hidden)
         width = sizes.width if sizes.gpu else FP32 + (FP32 if sizes.half else 0)
         block = min(self.loss_rows, sizes.tokens) * vocabulary * width
-        head = "output_layer.weight"
-        if not self.config.model.untie_embeddings_and_output_weights:
-            head = "embedding.word_embeddings.weight"
-        trains_head = self.trains and not self.freezes(head)
-        gradients = self.table * FP32 * trains_head + self.residual
+        gradients = self.table * FP32 * self.updates(self.head) + self.residual
         return LayerBytes(losses * gradients, block + losses * hidden)

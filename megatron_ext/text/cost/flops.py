@@ -1,17 +1,19 @@
 """The sizes of a GPT run, and the floating-point operations of each pipeline stage."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megatron_ext.config.lora_targets import adapts, trains_whole
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import default_rows, fused_rows
 from megatron_ext.planning.network import Flops, Network
-from megatron_ext.planning.products import MULTIPLY_AND_ADD
+from megatron_ext.planning.products import MULTIPLY_AND_ADD, Linear
 from megatron_ext.planning.stages import FP32, Ranks, Stage
+from megatron_ext.planning.weights import ROUTED, inner_width
 from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.moe import MoEConfig
@@ -21,6 +23,8 @@ from megatron_ext.text.cost.products import (
     mlp_matrices,
     token_products,
 )
+
+WORD_EMBEDDING = "embedding.word_embeddings.weight"
 
 if TYPE_CHECKING:
     from megatron_ext.config.frozen_parts import FrozenParts
@@ -159,6 +163,44 @@ class GptRun(Network):
         """Return whether flags freeze a parameter, by its name in the whole model."""
         return self.frozen is not None and self.frozen.freeze(name)
 
+    def updates(self, name: str) -> bool:
+        """Return whether a parameter of the model is trained, by its name in the whole model.
+
+        Beside adapters, that is one of ``--lora-modules-to-save``.
+        """
+        return not self.freezes(name) if self.trains else trains_whole(self.config.lora, name)
+
+    @property
+    def head(self) -> str:
+        """Return the name of the output layer's weight in the whole model."""
+        untied = self.config.model.untie_embeddings_and_output_weights
+        return "output_layer.weight" if untied else WORD_EMBEDDING
+
+    def adapted(self, number: int) -> Iterator[tuple[str, Linear, int]]:
+        """Yield kind, sizes and number of rows of each linear layer with an adapter.
+
+        The layers are those of decoder layer ``number``, without an MLP that is recomputed. The
+        rows are those that a rank multiplies.
+        """
+        x = self.sizes
+        gated = self.config.model.gated
+        for linear in attention_matrices(self.config, x.tp):
+            narrow = linear.name.endswith("_down_proj")
+            kind = f"self_attention.{linear.name}"
+            if adapts(self.config.lora, kind):
+                yield kind, linear, x.residual_tokens if narrow else x.tokens
+        if self.recomputes("moe" if x.experts[number] else "mlp"):
+            return
+        groups = {"mlp": (x.f, x.tp, x.tokens)}
+        if x.experts[number]:
+            shared = self.moe.moe_shared_expert_intermediate_size
+            groups = {"mlp.experts": (self.expert_width * x.etp, x.etp, self.routed)}
+            groups |= {"mlp.shared_experts": (shared, x.tp, x.tokens)} if shared else {}
+        for group, (width, ranks, rows) in groups.items():
+            for linear in mlp_matrices(x.h, width, gated=gated, ranks=ranks):
+                if adapts(self.config.lora, f"{group}.{linear.name}"):
+                    yield f"{group}.{linear.name}", linear, rows
+
     def _frozen(self, number: int) -> Sequence[bool]:
         """Return, for each frozen range of layers, whether layer ``number`` is in it."""
         return () if self.frozen is None else self.frozen.ranges_with(number)
@@ -249,14 +291,16 @@ class GptFlops(GptRun):
         scores = self._scores(number)
         fp8 = self.config.fp8
         weights = self._trained(linear)
+        adapters = self._adapter_flops(number)
         if not self.sizes.in_8_bits(fp8, number):
-            return Flops(linear, scores=scores, weights=weights)
+            return Flops(linear + adapters, scores=scores, weights=weights + adapters)
         x = self.sizes
         moved = self._cast_bytes(number)
         return Flops(
+            adapters,
             fp8=linear,
             scores=scores,
-            weights=0.0 if fp8.fp8_wgrad else weights,
+            weights=adapters + (0.0 if fp8.fp8_wgrad else weights),
             fp8_weights=weights if fp8.fp8_wgrad else 0.0,
             cast=float(moved * x.tokens // x.tp),
         )
@@ -337,15 +381,32 @@ class GptFlops(GptRun):
         """
         return linear if self.trains else 0.0
 
+    def _adapter_flops(self, number: int) -> float:
+        """Return the operations of the adapters of a decoder layer in the forward pass."""
+        lora = self.config.lora
+        x = self.sizes
+        total = 0.0
+        for kind, linear, rows in self.adapted(number) if lora.lora_rank else ():
+            width = inner_width(lora, kind, gated=linear.gated)
+            # One matrix multiplies what a rank holds of the sequence, the other all that it gets.
+            held = rows if ROUTED in f".{kind}" else min(rows, x.residual_tokens)
+            is_row = linear.name in ("linear_proj", "linear_fc2")
+            of_a, of_b = (rows, held) if is_row else (held, rows)
+            inputs = linear.inputs // linear.columns
+            total += width * (of_a * inputs + of_b * linear.outputs // linear.rows)
+        return MULTIPLY_AND_ADD * total
+
     def _depth_flops(self) -> Flops:
         """Return the operations of one MTP depth without its logits, all in 16 or 32 bits."""
         linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
         scores = self._scores(self.sizes.layers - 1)
-        return Flops(linear, scores=scores, weights=self._trained(linear))
+        adapters = self._adapter_flops(self.sizes.layers - 1)
+        weights = self._trained(linear) + adapters
+        return Flops(linear + adapters, scores=scores, weights=weights)
 
     def logits_flops(self) -> Flops:
         head = self._on_rank("logits") * (1 + self.sizes.depths)
-        return Flops(head=head, head_weights=self._trained(head))
+        return Flops(head=head, head_weights=head if self.updates(self.head) else 0.0)
 
     def flops(self, stage: Stage) -> Flops:
         total = Flops()

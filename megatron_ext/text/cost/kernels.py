@@ -12,7 +12,7 @@ from dataclasses import replace
 from megatron_ext.planning.kernels import Phase, Work, cast_of
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.text.cost.dispatch import cast_work
-from megatron_ext.text.cost.flops import GptFlops
+from megatron_ext.text.cost.flops import WORD_EMBEDDING, GptFlops
 
 LAYER_KERNELS = {
     ("linear", Phase.FORWARD): 4,
@@ -99,7 +99,7 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
     if stage.embedding:
         embedded = 2 * network.residual
         work.append(Work("pointwise", Phase.FORWARD, num_bytes=embedded, kernels=2))
-    if (stage.embedding or stage.depths) and network.trains:
+    if (stage.embedding or stage.depths) and network.updates(WORD_EMBEDDING):
         moved = ZEROING * network.table / count + ROW_PLUMBING * x.tokens * x.h
         work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=8))
     return work + (_head_work(network, stage) if stage.head else [])
@@ -184,7 +184,8 @@ def _head_work(network: GptFlops, stage: Stage) -> list[Work]:
     blocks = -(-x.tokens // network.loss_rows) if chunked else 1
     count = losses * blocks
     summed = 0
-    if chunked and network.trains:
+    trains = network.updates(network.head)
+    if chunked and trains:
         summed = network.table * (8 * blocks - 4 - 2 * blocks)
     inputs, weights = (Phase.FORWARD,) * 2 if chunked else (Phase.INPUT, Phase.WEIGHT)
     per_logit = (LOGIT if chunked else EAGER_LOGIT) * x.width / 2
@@ -201,7 +202,7 @@ def _head_work(network: GptFlops, stage: Stage) -> list[Work]:
             count * (PASSES + VECTOR_KERNELS) + LOSS_KERNELS,
         ),
     ]
-    if network.trains:
+    if trains:
         first = -FP32 if _overwrites_head(network, stage) else ZEROING
         moved = (HEAD_PLUMBING * losses + first / network.num_microbatches) * network.table
         work.append(Work("plumbing", Phase.WEIGHT, num_bytes=moved, kernels=5 * losses))

@@ -26,7 +26,7 @@ from megatron_ext.planning.weights import Weight, is_linear, weights_of, with_fr
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
-from megatron_ext.text.cost.flops import GptFlops, GptRun, Sizes
+from megatron_ext.text.cost.flops import WORD_EMBEDDING, GptFlops, GptRun, Sizes
 from megatron_ext.text.cost.latent import LatentSizes
 from megatron_ext.text.cost.products import attention_matrices, mlp_matrices
 
@@ -107,7 +107,7 @@ class Parameters(GptRun):
         # Copies are kept equal where the model has several stages; see core's LanguageModule.
         copied = x.pp > 1 and (self._tied or x.depths > 0)
         shared = copied and not (stage.embedding and stage.head)
-        yield Weight("embedding.word_embeddings.weight", self.table, x.tp, shared=shared)
+        yield Weight(WORD_EMBEDDING, self.table, x.tp, shared=shared)
         positions = self.config.section(PositionConfig)
         if positions.position_embedding_type == "learned_absolute":
             count = positions.max_position_embeddings or 0
@@ -250,7 +250,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
             for weight in self._layer_weights("0", self.sizes.experts[number])
             if weight.name.endswith(".lora.magnitude")
         }
-        for kind, rows in self._adapted_rows(number):
+        for kind, _, rows in self.adapted(number):
             # Magnitudes keep the outputs, which are split along s where they are summed over ranks.
             summed = kind.endswith(("linear_proj", "mlp.linear_fc2", "shared_experts.linear_fc2"))
             outputs = (self.sizes.residual_tokens if summed else rows) * widths[f"0.{kind}"]
@@ -304,13 +304,6 @@ class GptNetwork(Parameters, Activations, GptFlops):
         ]
         share = (attention * shares[0] + mlp * shares[1]) / (attention + mlp)
         return without_frozen(whole, share)
-
-    def logits_flops(self) -> Flops:
-        whole = super().logits_flops()
-        last = self.stages()[-1]
-        tables = ("embedding.word_embeddings.weight", "output_layer.weight")
-        heads = [x for x in self.parameters(last) if x.name in tables]
-        return replace(whole, head_weights=0.0) if heads and heads[-1].frozen else whole
 
     def kind(self, stage: Stage) -> Hashable:
         layers = tuple(self.layer_kinds[number] for number in stage.layers)

@@ -109,7 +109,7 @@ PEAKS = {
     "--lora-target-modules linear_qkv linear_proj",
     "lora experts": "--lora-rank 4 --num-experts 4 --expert-model-parallel-size 2 "
     "--moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 96 --nproc-per-node 2 "
-    "--lora-separate-projections",
+    "--lora-separate-projections --lora-modules-to-save embedding router norm",
     "lora mla": f"{LATENT} --q-lora-rank 48 --rope-type rope --lora-rank 4 --lora-target-modules "
     "linear_q_down_proj linear_kv_down_proj linear_kv_up_proj linear_fc1 "
     "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",

@@ -395,6 +395,19 @@ def test_operations_of_the_head_are_those_of_every_loss() -> None:
     assert found.head == found.head_weights == 3 * 2 * S * V * H / 4
     frozen = llama_network("--lora-rank 4")
     assert frozen.flops(only_stage(frozen)).head_weights == 0
+    whole = llama_network("--lora-rank 4 --lora-modules-to-save output_layer")
+    found = whole.flops(only_stage(whole))
+    assert found.head_weights == found.head
+
+
+def test_operations_of_adapters_are_those_of_both_sides() -> None:
+    frozen = llama_network("--lora-rank 4 --lora-target-modules linear_proj linear_fc1")
+    plain, found = (x.flops(only_stage(x)) for x in (llama_network(), frozen))
+    sides = (H + H) + (H + 2 * F)
+    assert found.weights == found.linear - plain.linear == LAYERS * 2 * S * 4 * sides
+
+
+def test_operations_of_one_micro_batch_are_a_part_of_those_of_a_step() -> None:
     micro = llama_network("--micro-batch-size 2").step_flops()
     assert micro == llama_network().step_flops() == 128 * flops_per_sample(llama())
 
