@@ -104,6 +104,10 @@ DEEPSEEK = MODELS["deepseek_v3"]
         ({"model_type": "olmo9", "hidden_act": "silu", "warp_qkv": 1}, "it has `warp_qkv` besides"),
         ({"model_type": "bert"}, "`model_type` 'bert', which cannot be converted; use one of"),
         ({"model_type": None}, "`model_type` None, which cannot be converted"),
+        (
+            {"model_type": "qwen3_next"},
+            "cannot be converted, since its models have linear attention",
+        ),
         ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5, which the"),
         ({"model_type": "gpt2", "activation_function": "relu"}, "`activation_function` 'relu'"),
         ({"hidden_act": "gelu"}, "`hidden_act` 'gelu'"),

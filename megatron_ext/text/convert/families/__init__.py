@@ -70,6 +70,7 @@ MODULES = {
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     # older decoders
     "cohere": "cohere",
+    "cohere2": "cohere",
     "falcon": "falcon",
     "gpt_bigcode": "gpt_bigcode",
     "gpt_neo": "gpt_neo",
@@ -85,6 +86,23 @@ A model trained from scratch is exported as the first family that fits.
 """
 LACKING: dict[str, str] = {
     # linear attention and state spaces
+    **dict.fromkeys(
+        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
+        "zamba2".split(),
+        "state spaces (Mamba)",
+    ),
+    **dict.fromkeys(
+        "bailing_hybrid kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
+        "qwen3_5_text qwen3_next".split(),
+        "linear attention",
+    ),
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "recurrence instead of attention"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "convolutions instead of attention in some layers"),
+    # older decoders
+    **dict.fromkeys(("bloom", "mpt"), "scores that fall with the distance of tokens (ALiBi)"),
+    **dict.fromkeys(("codegen", "gptj", "phi"), "a bias of the output layer"),
+    **dict.fromkeys(("biogpt", "opt"), "learned positions that are counted from 2"),
+    "xglm": "sine positions",
     # other
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings for each layer"),
     **dict.fromkeys(("gemma4", "gemma4_text"), "heads of another size in layers without a window"),

@@ -1,11 +1,11 @@
-"""Command R: attention and gated MLP side by side behind one LayerNorm, and scaled logits."""
+"""Command R and R7B: attention and gated MLP beside each other, and scaled logits."""
 
-from megatron_ext.text.convert.entries import Converted, Copy, Heads
+from megatron_ext.text.convert.entries import Converted, Copy, Heads, RotaryInWindows
 from megatron_ext.text.convert.families import llama
 
 LOGIT_SCALE = Converted("logits_scaling", "logit_scale", 1.0, lambda x: 1 / x, lambda x: 1 / x)
 """The factor of the logits, of which ours is the divisor."""
-FAMILY = llama.BASE.but(
+COHERE = llama.BASE.but(
     model_type="cohere",
     architecture="CohereForCausalLM",
     says="attention and MLP side by side behind one LayerNorm without bias; scaled logits",
@@ -23,4 +23,14 @@ FAMILY = llama.BASE.but(
         "shared_input_norm": True,
     },
     only={"use_qk_norm": False},
+)
+FAMILIES = (
+    COHERE,
+    COHERE.but(
+        model_type="cohere2",
+        architecture="Cohere2ForCausalLM",
+        says="no positions in layers without a window",
+        entries=(RotaryInWindows(rotates_without=False, also=("sliding_window_pattern",)),),
+        without=("use_qk_norm",),
+    ),
 )

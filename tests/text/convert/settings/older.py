@@ -10,6 +10,12 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
         {"num_attention_heads": 8, "num_key_value_heads": 1, "logit_scale": 0.3},
         {"attention_bias": True, "tie_word_embeddings": False, "layer_norm_eps": 1e-3},
     ),
+    "cohere2": (
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+         "num_key_value_heads": 1, "logit_scale": 0.7},
+        {"layer_types": ["sliding_attention", "sliding_attention"], "sliding_window": 5,
+         "attention_bias": True, "num_attention_heads": 8},
+    ),
     "falcon": (
         {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 100, "bias": True},
         {"multi_query": True, "num_attention_heads": 8, "tie_word_embeddings": False},
