@@ -14,7 +14,7 @@ from megatron.core.utils import unwrap_model
 from megatron_ext.checkpoint.adapter_files import flattened, read_adapters
 from megatron_ext.checkpoint.adapters import MARK
 from megatron_ext.config.lora_targets import adapts, is_named
-from megatron_ext.config.optimizer import ALL_TARGETS, LoraConfig
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError, FlagError
 from megatron_ext.layers.initialization import shards_of
@@ -127,16 +127,18 @@ def adapter_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
 
 
 def _target_errors(lora: LoraConfig, layers: Sequence[str]) -> Iterator[FlagError]:
-    """Yield an error if ``--lora-target-modules`` names what none of ``layers`` is."""
+    """Yield an error if ``--lora-target-modules`` names what none of ``layers`` is.
+
+    Resolved flags name all layers of a part, of which a network may lack some.
+    """
 
     def exists(target: str) -> bool:
         return any(is_named(x, name) for name in without_parts([target]) for x in layers)
 
-    unknown = [
-        target
-        for target in lora.lora_target_modules or ()
-        if target not in ALL_TARGETS and not exists(target)
-    ]
+    targets = lora.lora_target_modules or ()
+    parts = [names for part, names in PARTS.items() if exists(part) and {*names} <= {*targets}]
+    whole = {name for names in parts for name in names}
+    unknown = [target for target in targets if target not in whole and not exists(target)]
     if unknown:
         own = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
         names = ", ".join([*filter(exists, PARTS), *(x for x in own if x not in PARTS)])

@@ -327,7 +327,9 @@ def test_adapters_on_random_weights_are_told(
     assert "> warning: the weights under the adapters are random; give" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["modulation", "self_attention.linear_fc1", "attn2"])
+@pytest.mark.parametrize(
+    "name", ["modulation", "self_attention.linear_fc1", "attn2", "linear_vision_kv"]
+)
 def test_targets_that_are_no_layers_of_the_network_are_refused(name: str) -> None:
     (error,) = errors_of([*FLAGS, "--lora-rank", "4", "--lora-target-modules", "attn", name], VIDEO)
     assert error.startswith(f"`--lora-target-modules` ({name}) must be names among attn, mlp, line")
