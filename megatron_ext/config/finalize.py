@@ -18,7 +18,6 @@ from megatron_ext.config.output import PlanningConfig
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules import optimizer as optimizer_rules
 from megatron_ext.config.rules import parallel as parallel_rules
-from megatron_ext.config.rules import transformer_engine as engine_rules
 from megatron_ext.config.rules.model import model_errors
 from megatron_ext.config.run import RunConfig, TaskFlags, engine_sections
 from megatron_ext.errors import ConfigError, FlagError, exclusive, flags_of
@@ -106,7 +105,7 @@ def derived(given: RunConfig, world_size: int, device: str) -> RunConfig:
     if device == "cpu":
         run = dataclasses.replace(run, model=run.model.on_cpu())
     has_te = _has_transformer_engine(run.model, device, planned)
-    model = run.model.resolved(has_te=has_te and not engine_rules.needs_torch_layers(run))
+    model = run.model.resolved(has_te=has_te and not _needs_torch_layers(run))
     for section in run.layer_sections:
         model = section.resolved_model(model)
     parallel = parallel_rules.resolve_parallel(run.parallel, model, world_size)
@@ -140,6 +139,13 @@ def _has_transformer_engine(model: ModelConfig, device: str, planning: PlanningC
     return bool(planning.dry_run_gpu and is_chosen) or (device == "cuda" and installed)
 
 
+def _needs_torch_layers(run: RunConfig) -> bool:
+    """Return whether a run's flags make ``--transformer-impl auto`` choose the torch layers."""
+    from megatron_ext.config.rules.transformer_engine import needs_torch_layers
+
+    return needs_torch_layers(run)
+
+
 def _core_errors() -> Iterator[FlagError]:
     """Yield an error if the installed megatron-core is not among the tested releases."""
     installed = _version_of("megatron-core")
@@ -163,7 +169,7 @@ def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
     if changed_fields(run.fp8):
         from megatron_ext.config.rules.fp8 import fp8_errors
 
-        yield from fp8_errors(run, may_use_te=not engine_rules.needs_torch_layers(run))
+        yield from fp8_errors(run, may_use_te=not _needs_torch_layers(run))
     if changed_fields(run.cuda_graphs):
         from megatron_ext.config.rules.cuda_graphs import cuda_graph_errors
 
@@ -172,6 +178,12 @@ def _precision_errors(run: RunConfig) -> Iterator[FlagError]:
         from megatron_ext.config.rules.offload import offload_errors
 
         yield from offload_errors(run)
+
+
+def _names_transformer_engine(run: RunConfig) -> bool:
+    """Return whether a flag or an environment variable is about Transformer Engine."""
+    given = run.model.transformer_impl == TE_IMPL or bool(changed_fields(run.engine))
+    return given or any(name.startswith("NVTE_") for name in os.environ)
 
 
 def _state_beside_steps(run: RunConfig) -> str | None:
@@ -195,7 +207,10 @@ def _errors(run: RunConfig) -> Iterator[str]:
         yield from _core_errors()
     yield from model_errors(run)
     yield from parallel_rules.parallel_errors(run.parallel, run.model)
-    yield from optimizer_rules.lora_errors(run.lora, run.model, run.optimizer)
+    if changed_fields(run.lora):
+        from megatron_ext.config.rules.lora import lora_errors
+
+        yield from lora_errors(run.lora, run.model, run.optimizer)
     if run.freeze.is_used:
         from megatron_ext.config.frozen_parts import freeze_errors
 
@@ -203,12 +218,18 @@ def _errors(run: RunConfig) -> Iterator[str]:
     if run.precision.bf16 and run.precision.fp16:
         yield exclusive("--bf16", "--fp16")
     yield from _precision_errors(run)
-    yield from engine_rules.transformer_engine_errors(run, has_te=has_te)
+    if run.device != "cpu" or _names_transformer_engine(run):
+        from megatron_ext.config.rules.transformer_engine import transformer_engine_errors
+
+        yield from transformer_engine_errors(run, has_te=has_te)
     yield from run.training.errors(run.parallel.data_parallel_size)
     yield from parallel_rules.interleaving_errors(run.parallel, run.training)
     yield from run.loss.errors(per_token=run.training.calculate_per_token_loss, has_te=has_te)
     yield from optimizer_rules.optimizer_errors(run.optimizer, run.training)
-    yield from optimizer_rules.sharding_errors(run)
+    if run.optimizer.data_parallel_sharding_strategy != "no_shard":
+        from megatron_ext.config.rules.sharding import sharding_errors
+
+        yield from sharding_errors(run)
     yield from optimizer_rules.moment_errors(run.optimizer, run.model)
     yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)

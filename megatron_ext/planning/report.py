@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ext.config.batch_size import number_of_iterations
 from megatron_ext.config.precision import CudaGraphConfig
-from megatron_ext.config.rules.optimizer import sharding_errors
+from megatron_ext.config.rules.sharding import sharding_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GB, Gpu
 from megatron_ext.disk.figures import new_figure

@@ -1,25 +1,18 @@
-"""Rules of the optimizer, of its schedules, of the averaged weights and of low-rank adapters."""
+"""Rules of the optimizer, of its schedules and of the averaged weights."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 
 from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import (
-    KAIMING,
     QUINTIC_STEPS,
-    STARTS,
-    TARGETS,
     EmaConfig,
-    LoraConfig,
     OptimizerConfig,
 )
-from megatron_ext.config.parallel import SPLIT_SCHEDULES
 from megatron_ext.config.precision import TE_IMPL
-from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError, exclusive
 
@@ -132,79 +125,6 @@ def _custom_errors(optimizer: OptimizerConfig) -> Iterator[FlagError]:
         )
     if own is not None and optimizer.optimizer != "custom":
         yield exclusive(("--optimizer", optimizer.optimizer), ("--optimizer-class", own))
-
-
-def sharding_errors(run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each reason against the given ``--data-parallel-sharding-strategy``."""
-    given = run.optimizer.data_parallel_sharding_strategy
-    refused = partial(FlagError, "--data-parallel-sharding-strategy", given)
-    if given != "no_shard" and not run.optimizer.use_distributed_optimizer:
-        yield refused("needs `--use-distributed-optimizer`, which shares its state", "give both")
-    if not run.optimizer.shards_gradients:
-        return
-    schedule = run.parallel.pipeline_schedule or ""
-    if run.parallel.delay_wgrad_compute:
-        yield refused(
-            "does not go with `--delay-wgrad-compute`, which adds weight gradients to buckets that "
-            "sharding frees",
-            "leave one out",
-        )
-    graphs = run.cuda_graphs.cuda_graph_impl
-    if schedule in SPLIT_SCHEDULES:
-        yield refused(
-            f"does not go with `--pipeline-schedule` ({schedule}), which puts weight gradients "
-            "off, so that all buckets would stay in memory",
-            "use 1f1b or interleaved",
-        )
-    if schedule.startswith("core-"):
-        yield refused(
-            f"does not go with `--pipeline-schedule` ({schedule}), which does not say when a "
-            "micro-batch is over",
-            "leave the latter out",
-        )
-    if graphs != "none":
-        yield refused(
-            f"does not go with `--cuda-graph-impl` ({graphs}), whose kernels write gradients to "
-            "memory that stays",
-            "leave the latter out",
-        )
-    if run.model.transformer_impl == TE_IMPL and run.model.gradient_accumulation_fusion:
-        yield refused(
-            "does not go with Transformer Engine's products, which add to gradients that have no "
-            "memory yet",
-            "use `--transformer-impl torch`, or `--no-gradient-accumulation-fusion`",
-        )
-    if run.optimizer.shards_weights:
-        yield from _weight_sharding_errors(run, refused)
-    if run.fp8.fp8_param_gather:
-        yield refused(
-            "does not go with `--fp8-param-gather`, whose buckets are joined to those of 16-bit "
-            "weights",
-            "leave the latter out",
-        )
-
-
-def _weight_sharding_errors(
-    run: RunConfig, refused: Callable[[str, str], FlagError]
-) -> Iterator[FlagError]:
-    """Yield an error for each reason against weights that are sharded over data-parallel ranks."""
-    if run.lora.lora_rank is not None:
-        yield refused(
-            "does not go with `--lora-rank`: frozen weights would stay whole on every rank",
-            "use optim_grads",
-        )
-    if run.fp8.fp8_format is not None:
-        yield refused(
-            f"does not go with `--fp8-format` ({run.fp8.fp8_format}): weights are cast to 8 bits "
-            "once a step, and these copies would stay whole on every rank",
-            "use optim_grads",
-        )
-    if run.model.transformer_impl == TE_IMPL:
-        yield refused(
-            "does not go with `--transformer-impl transformer_engine`, whose layers keep copies of "
-            "their weights",
-            "use torch",
-        )
 
 
 def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[FlagError]:
@@ -336,94 +256,4 @@ def ema_errors(ema: EmaConfig, training: TrainingConfig) -> Iterator[FlagError]:
             None,
             "needs evaluation, but `--eval-iters` is 0",
             "give a number of batches",
-        )
-
-
-def target_errors(lora: LoraConfig, names: Sequence[str]) -> list[FlagError]:
-    """Return an error if ``--lora-target-modules`` is empty or has names not in ``names``."""
-    targets = lora.lora_target_modules
-    unknown = [name for name in targets or () if name not in names]
-    if not unknown and targets != []:
-        return []
-    return [
-        FlagError(
-            "--lora-target-modules", " ".join(unknown), f"must be names among {', '.join(names)}"
-        )
-    ]
-
-
-def lora_errors(
-    lora: LoraConfig, model: ModelConfig, optimizer: OptimizerConfig
-) -> Iterator[FlagError]:
-    """Yield an error for each fault in adapters' flags, and each flag that adapters exclude."""
-    if lora.lora_rank is None:
-        for field in dataclasses.fields(lora):
-            # Stored configurations may name the layers of a GPT's blocks though nothing asks it.
-            if getattr(lora, field.name) not in (getattr(LoraConfig(), field.name), list(TARGETS)):
-                name = field.name.replace("_", "-")
-                yield FlagError(f"--{name}", None, "needs `--lora-rank`", "give a rank such as 16")
-        return
-    if model.transformer_impl == "transformer_engine":
-        yield FlagError(
-            "--lora-rank",
-            None,
-            "needs our torch layers, not `--transformer-impl transformer_engine`",
-            "use torch",
-        )
-    yield from _start_errors(lora, optimizer)
-    if lora.lora_dropout and model.deterministic_dropout:
-        yield FlagError(
-            "--lora-dropout",
-            None,
-            "does not go with `--deterministic-dropout`, which gives adapters no masks",
-            "use a dropout of 0 for one of them",
-        )
-    if optimizer.optimizer == "muon":
-        yield FlagError(
-            "--optimizer muon",
-            None,
-            "does not go with `--lora-rank`, whose matrices are factors of an update and not to "
-            "be orthogonalized one by one",
-            "use `--optimizer adam`",
-        )
-    whole = lora.lora_modules_to_save or []
-    if optimizer.decoupled_lr is not None and not {"embedding", "output_layer"} & {*whole}:
-        yield FlagError(
-            "--decoupled-lr",
-            None,
-            "is for the embedding and the output layer, which `--lora-rank` freezes",
-            "leave it out, or give `--lora-modules-to-save embedding output_layer`",
-        )
-    if "output_layer" in whole and not model.untie_embeddings_and_output_weights:
-        yield FlagError(
-            "--lora-modules-to-save output_layer",
-            None,
-            "is the word embedding without `--untie-embeddings-and-output-weights`",
-            "use embedding, which trains both",
-        )
-
-
-def _start_errors(lora: LoraConfig, optimizer: OptimizerConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the flags of the adapters' start and learning rates."""
-    start = lora.lora_init
-    if start not in STARTS and not lora.is_principal:
-        yield FlagError(
-            "--lora-init",
-            start,
-            f"must be {', '.join(STARTS)}, pissa or pissa_niter_N with N from 1 to 999",
-            f"use {KAIMING}",
-        )
-    if start == "orthogonal" and (lora.lora_rank or 0) % 2:
-        yield FlagError(
-            "--lora-init orthogonal",
-            None,
-            f"needs an even `--lora-rank` ({lora.lora_rank}): A and B share the rows of a matrix",
-            "give an even rank",
-        )
-    if lora.lora_plus_lr_ratio is not None and optimizer.lr_warmup_init:
-        yield FlagError(
-            "--lr-warmup-init",
-            optimizer.lr_warmup_init,
-            "is one rate for all matrices, which does not go with `--lora-plus-lr-ratio`",
-            "leave it out",
         )

@@ -14,13 +14,11 @@ from megatron_ext.config.optimizer import (
     LATENT_TARGETS,
     TARGETS,
 )
-from megatron_ext.config.rules.optimizer import target_errors
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, FlagError
 from megatron_ext.text.config.attention import (
     AttentionConfig,
     LatentAttentionConfig,
-    latent_attention_errors,
 )
 from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.hybrid import HybridConfig
@@ -97,11 +95,29 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
         *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
         *sft_errors(sft, run),
-        *target_errors(run.lora, _all_targets(run)),
+        *_target_errors(run),
         *_mask_errors(data, sft, run.model.transformer_impl),
-        *latent_attention_errors(given),
+        *_latent_errors(given),
         *_rotary_errors(run),
     ]
+
+
+def _latent_errors(given: RunConfig) -> list[FlagError]:
+    """Return the errors in the flags of multi-latent attention, as the user gave them."""
+    if not given.section(LatentAttentionConfig).multi_latent_attention:
+        return []
+    from megatron_ext.text.config.latent_rules import latent_attention_errors
+
+    return list(latent_attention_errors(given))
+
+
+def _target_errors(run: RunConfig) -> list[FlagError]:
+    """Return an error if ``--lora-target-modules`` names what no layer of the model is."""
+    if run.lora.lora_target_modules is None:
+        return []
+    from megatron_ext.config.rules.lora import target_errors
+
+    return target_errors(run.lora, _all_targets(run))
 
 
 def _pattern_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
