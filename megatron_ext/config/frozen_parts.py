@@ -71,7 +71,8 @@ class Part:
                     return None
                 steps.append(_Step(word))
                 continue
-            first, last = int(numbers[1]), int(numbers[2] or numbers[1])
+            first = int(numbers[1])
+            last = int(numbers[2] or numbers[1])
             if not steps or steps[-1].word not in LISTS or steps[-1].first is not None:
                 return None
             if last < first:

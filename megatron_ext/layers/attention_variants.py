@@ -111,7 +111,8 @@ class VariantSelfAttention(SelfAttention):
         elif getattr(config, "qk_layernorm_after_rope", False):
             # megatron-core sums the gradients of weights with `q_layernorm` in their names over
             # the tensor-parallel ranks, each of which normalizes its own heads.
-            size, eps = self.hidden_size_per_attention_head, config.layernorm_epsilon
+            size = self.hidden_size_per_attention_head
+            eps = config.layernorm_epsilon
             self.rotated_q_layernorm = Norm(config, size, eps)
             self.rotated_k_layernorm = Norm(config, size, eps)
 

@@ -325,7 +325,8 @@ def load_adapters(config: RunConfig, chunks: Sequence[torch.nn.Module]) -> list[
             for shard in shards_of(chunk):
                 filling.fill(shard)
         _read.cache_clear()
-        rank, alpha = given.lora.lora_rank, given.lora.lora_alpha
+        rank = given.lora.lora_rank
+        alpha = given.lora.lora_alpha
         return [f"loaded {path} (adapters of rank {rank}, alpha {alpha:g})", *given.notes]
 
     return on_every_rank(load, f"{path} cannot be read")
@@ -341,7 +342,8 @@ class _Filling:
     def fill(self, shard: Shard) -> None:
         layer, mark, rest = shard.name.rpartition(MARK)
         if mark:
-            matrix, indices = rest[:1], rest[1:]
+            matrix = rest[:1]
+            indices = rest[1:]
             own = parse(f"{layer}.weight{indices}")
             if matrix not in "ab" or own is None or own.block != "decoder":
                 return

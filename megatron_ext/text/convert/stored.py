@@ -83,7 +83,8 @@ class Stored:
 
 def _pieces(rows: slice, count: int) -> Iterator[tuple[slice, slice]]:
     """Divide ``count`` rows of a tensor; yield for each piece its rows here, and in the tensor."""
-    start, step = rows.start or 0, rows.step or 1
+    start = rows.start or 0
+    step = rows.step or 1
     for first in range(0, count, _ROWS):
         last = min(first + _ROWS, count) - 1
         yield slice(first, last + 1), slice(start + first * step, start + last * step + 1, step)

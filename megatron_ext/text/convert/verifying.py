@@ -282,7 +282,8 @@ def _comparison(
 ) -> Comparison | None:
     """Compare our model with transformers'; return None, and add a note, if that is impossible."""
     count = sum(parameter.numel() for parameter in chunk.parameters())
-    needed, free = 2 * 4 * count, psutil.virtual_memory().available
+    needed = 2 * 4 * count
+    free = psutil.virtual_memory().available
     if needed > free:
         notes.append(
             f"logits were not compared: two models in float32 take {needed / 2**30:.1f} GiB, and "

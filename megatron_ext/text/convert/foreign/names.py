@@ -118,7 +118,8 @@ def pipeline_names(names: Iterable[str]) -> dict[str, str]:
             if name.startswith(_TIED):
                 translated[name] = f"embedding.{name.removeprefix(_TIED)}"
             continue
-        module, rest = int(match[1]), match[2]
+        module = int(match[1])
+        rest = match[2]
         if module in number_of:
             translated[name] = f"decoder.layers.{number_of[module]}.{in_layer(rest)}"
         elif rest in ("weight", "bias") and layers and module > layers[-1]:
