@@ -108,12 +108,19 @@ class Quantization:
         return next(of_classes, None)
 
 
+def entry_of(raw: Mapping[str, Any]) -> Any:
+    """Return the entry in the content of a config.json, or in its part for the text model."""
+    text = raw.get("text_config")
+    inner = text.get(ENTRY) if isinstance(text, Mapping) else None
+    return raw.get(ENTRY, inner)
+
+
 def read_quantization(raw: Mapping[str, Any], path: Path) -> Quantization:
     """Return how a model stores its weights, by ``raw``, the content of the config.json at `path`.
 
     Raise a CheckpointError for a method or a format that cannot be read, and for a broken entry.
     """
-    entry = raw.get(ENTRY)
+    entry = entry_of(raw)
     if entry is None or entry == {}:
         return Quantization("", path)
     if not isinstance(entry, Mapping):

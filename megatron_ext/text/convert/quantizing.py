@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.family import Gpt
-from megatron_ext.text.convert.quantization import ENTRY, MXFP4, read_quantization
-from megatron_ext.text.convert.stored import FP4, MX_BLOCK
+from megatron_ext.text.convert.quantization import MXFP4, entry_of, read_quantization
+from megatron_ext.text.convert.stored import FP4, MX_BLOCK, powers_of_two
 from megatron_ext.text.convert.table import Run, Table, parse
 
 FP8 = "fp8"
@@ -59,7 +59,7 @@ class Quantizer:
         ``like`` is the config.json of the model from which the weights come; if it was stored in
         fp8, its blocks and its kind of scales are kept.
         """
-        entry = (like or {}).get(ENTRY) or {}
+        entry = entry_of(like or {}) or {}
         if method != FP8 or entry.get("quant_method") != FP8:
             return cls(method)
         given = read_quantization(like or {}, Path("config.json"))
@@ -82,7 +82,8 @@ class Quantizer:
                 return None
             other = ", or give mxfp4" if has_stacks else ""
             return (
-                "stores the matrices of linear layers by output, but this model has some by input",
+                "stores a matrix `[out, in]` for each linear layer, but this model's files hold "
+                "some of them in another form",
                 f"leave it out{other}",
             )
         if not has_stacks:
@@ -118,7 +119,9 @@ class Quantizer:
         described = self.described(name, weight.to("meta"))
         found = {x: torch.empty(like.shape, dtype=like.dtype) for x, like in described.items()}
         first, second = found.values()
-        if not all(bool(part.isfinite().all()) for part in torch.split(weight, _ROWS)):
+        # A check of the whole weight at once would take as much memory as the weight.
+        pieces = torch.split(weight.flatten(0, -2), _ROWS)
+        if not all(bool(piece.isfinite().all()) for piece in pieces):
             raise CheckpointError(
                 f"`{name}` holds values that are not finite, which {self.method} does not have; "
                 "export an earlier checkpoint."
@@ -190,9 +193,9 @@ def in_mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = groups.abs().amax(2) / FP4[-1]
     # The bits of a float32 above its mantissa are the exponent of a power of two that it reaches.
     exponents = (largest.view(torch.int32) + 0x7FFFFF) >> 23
-    scaled = groups.abs() / torch.ldexp(torch.ones(()), exponents - 127)[..., None]
+    scaled = groups.abs() / powers_of_two(exponents - 127)[..., None]
     between = torch.tensor([(low + high) / 2 for low, high in zip(FP4, FP4[1:], strict=False)])
-    codes = torch.bucketize(scaled, between, right=True) + 8 * groups.signbit()
+    codes = torch.bucketize(scaled.contiguous(), between, right=True) + 8 * groups.signbit()
     codes = codes.to(torch.uint8)
     return codes[..., ::2] | codes[..., 1::2] << 4, exponents.to(torch.uint8)
 

@@ -220,8 +220,13 @@ class Packed(Stored):
 def factors(scales: Tensor) -> Tensor:
     """Return scales in float32; those that are stored as exponents become powers of two."""
     if scales.dtype == torch.uint8:
-        return torch.ldexp(torch.ones(()), scales.int() - 127)
+        return powers_of_two(scales.int() - 127)
     return scales.float()
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Return 2 to the power of integers in float32, exactly, also where the result is subnormal."""
+    return torch.ldexp(torch.ones(exponents.shape), exponents)
 
 
 def block_numbers(entry: slice, size: int, block: int) -> tuple[slice, Tensor]:

@@ -191,9 +191,9 @@ REFUSED = [
     ("gpt_oss", "--save-hf x --save-hf-quantization mxfp4",
      "(mxfp4) stores 32 values together, but `--moe-ffn-hidden-size` is 24; leave it out"),
     ("gpt_oss", "--save-hf x --save-hf-quantization fp8",
-     "(fp8) stores the matrices of linear layers by output, but this model has some by input; "
-     "leave it out, or give mxfp4"),
-    ("gpt2", "--save-hf x --save-hf-quantization fp8", "by input; leave it out."),
+     "(fp8) stores a matrix `[out, in]` for each linear layer, but this model's files hold some of "
+     "them in another form; leave it out, or give mxfp4"),
+    ("gpt2", "--save-hf x --save-hf-quantization fp8", "in another form; leave it out."),
 ]  # fmt: skip
 
 

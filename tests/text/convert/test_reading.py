@@ -75,14 +75,15 @@ def anonymous() -> int:
     return int(line.split()[1]) * 1024
 
 
-@ranks()
-def test_memory_is_that_of_the_model_and_the_largest_tensor(
-    context: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def check_memory(
+    context: ParallelContext,
+    source: Path,
+    largest: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *more: str,
 ) -> None:
-    sizes = {"hidden_size": 512, "intermediate_size": 4096}
-    source = make("llama", tmp_path / "hf", changed=sizes)
-    config, chunk = build(context, source, "--bf16")
-    largest = 2 * 4096 * 512 * 2
+    """Check that reading and writing take at most twice the largest tensor above the model."""
+    config, chunk = build(context, source, "--bf16", *more)
     peak, copy_ = [anonymous()], Tensor.copy_
 
     def counted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -91,13 +92,34 @@ def test_memory_is_that_of_the_model_and_the_largest_tensor(
         return result
 
     monkeypatch.setattr(Tensor, "copy_", counted)
+    monkeypatch.setattr(Tensor, "__setitem__", lambda self, i, value: counted(self[i], value))
     load_folder([chunk], source, context)
     assert len(peak) > 10
     assert max(peak) - peak[0] <= 2 * largest
     peak[:] = [anonymous()]
-    write_run(tmp_path / "back", config, [chunk], context)
+    write_run(source.with_name("back"), config, [chunk], context)
     assert len(peak) > 10
     assert max(peak) - peak[0] <= 2 * largest
+
+
+@ranks()
+def test_memory_is_that_of_the_model_and_the_largest_tensor(
+    context: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 4096}
+    source = make("llama", tmp_path / "hf", changed=sizes)
+    check_memory(context, source, 2 * 4096 * 512 * 2, monkeypatch)
+
+
+@pytest.mark.slow
+@ranks()
+def test_quantized_weights_take_no_more_memory(
+    context: ParallelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024}
+    source = in_mxfp4(make("gpt_oss", tmp_path / "hf", changed=sizes))
+    more = ["--save-hf", str(tmp_path / "x"), "--save-hf-quantization", "mxfp4"]
+    check_memory(context, source, 4 * 2 * 1024 * 512 * 2, monkeypatch, *more)
 
 
 def scaled(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:

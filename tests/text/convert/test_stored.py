@@ -191,6 +191,8 @@ def test_modules_are_listed_by_name_beginning_end_or_pattern() -> None:
     given = read_quantization({"quantization_config": entry}, Path())
     assert given.group_of(f"{experts}.0.up_proj") is given.groups[1]
     assert given.group_of("model.layers.0.self_attn.q_proj") is given.groups[0]
+    # Some multimodal models have the entry in the part for the text model.
+    assert read_quantization({"text_config": {"quantization_config": entry}}, Path()) == given
 
 
 def test_a_plain_folder_is_read_as_it_is(tmp_path: Path) -> None:
