@@ -63,15 +63,19 @@ def model_card(name: str, model_type: str, training: Training, quantization: str
         "",
         f"# {name}",
         "",
-        f"A `{model_type}` model, written by megatron_ext after {training.iteration:,} steps.",
+        f"A `{model_type}` model, written by megatron_ext{_after(training)}.",
     ]
     if quantization is not None:
         lines.append(f"Its linear layers are stored in {quantization}.")
     lines += ["", "## Trained on", "", *_trained_on(training)]
     settings = [" ".join(words) for words in _settings(training.values)]
-    if settings:
+    if settings and training.iteration:
         lines += ["", "## Settings", "", "```", *settings, "```"]
     return "\n".join(lines) + "\n"
+
+
+def _after(training: Training) -> str:
+    return f" after {training.iteration:,} steps" if training.iteration else ""
 
 
 def _front_matter(model_type: str, training: Training) -> Iterator[str]:
@@ -117,6 +121,9 @@ def _trained_on(training: Training) -> Iterator[str]:
     if training.like is not None:
         began = f"the weights of {_published(training.like.path.parent.name) or 'a public model'}"
     yield f"- It began with {began}."
+    if not training.iteration:
+        yield "- It was converted, and not trained here."
+        return
     tokens = f", at most {training.samples * sequence:,} tokens" if sequence else ""
     yield f"- It saw {training.samples:,} samples{tokens}."
     if training.values.get("sft", {}).get("sft"):

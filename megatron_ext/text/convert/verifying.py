@@ -40,6 +40,7 @@ from megatron_ext.text.task import TEXT
 
 GOOD = ("used", "tied", "skipped")
 BAD = ("missing", "unexpected", "unreadable", "differs")
+_SHOWN = 10
 TOLERANCE = huggingface.TOLERANCES[torch.float32]
 """The largest difference in float32 that rounding explains, relative to the largest value."""
 
@@ -126,10 +127,12 @@ class Verification:
             if rows or status in GOOD:
                 yield f"  {status:<11} {len(rows)}"
             reasons = dict.fromkeys(row.reason for row in rows if row.reason)
-            for reason in reasons:
+            for reason in list(reasons)[:_SHOWN]:
                 names = [row.name for row in rows if row.reason == reason]
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 yield f"    {', '.join(names[:3])}{more}: {reason}"
+            if len(reasons) > _SHOWN:
+                yield f"    and {len(reasons) - _SHOWN} more, which `--json` lists"
         for note in self.notes:
             yield f"> {note}"
         if self.comparison is None:

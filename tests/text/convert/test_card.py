@@ -1,6 +1,7 @@
 """A model card says what a model was trained on, and publishes no path, address or name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,9 @@ def test_a_card_publishes_numbers_and_choices_alone(
         assert f"{word}\n" in card
     for word in ("password", "/home", "http", "s3:", "mlflow"):
         assert word not in card
+    converted = model_card("m", "llama", replace(training, iteration=0, samples=0), None)
+    assert "written by megatron_ext.\n" in converted and "## Settings" not in converted
+    assert "- It was converted, and not trained here." in converted
     monkeypatch.setattr(extras, "part", lambda *names: None)
     assert model_card("m", "llama", training, "fp8") == card
 
