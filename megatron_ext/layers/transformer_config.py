@@ -106,6 +106,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
         norm_bias: whether a LayerNorm has a bias.
         use_parallel_residual: whether attention and MLP both read the input of their layer.
         shared_input_norm: whether they then share one norm.
+        xielu: whether dense MLPs apply xIELU, whatever ``activation_func`` says.
         embedding_multiplier: factor of the token embeddings.
         residual_multiplier: factor of the outputs of attention and MLP before they are added.
         logits_scaling: divisor of the logits.
@@ -147,6 +148,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     norm_bias: bool = True
     use_parallel_residual: bool = False
     shared_input_norm: bool = False
+    xielu: bool = False
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0

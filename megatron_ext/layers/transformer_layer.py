@@ -264,6 +264,10 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 )
                 for name in ("attention", "mlp")
             )
+        if getattr(self.config, "xielu", False):
+            from megatron_ext.layers.xielu import use_xielu
+
+            use_xielu(self.mlp, groups.tp)
         if getattr(self.config, "changes_outputs", False):
             from megatron_ext.layers.branch_outputs import change_outputs
 

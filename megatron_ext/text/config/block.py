@@ -42,6 +42,9 @@ class BlockConfig(LayerSection):
     shared_input_norm: bool = fixed_flag(
         False, "one norm for both branches of --use-parallel-residual, as in GPT-J and Falcon"
     )
+    xielu: bool = fixed_flag(
+        False, "xIELU in the MLP, an activation function with two weights in each layer (Apertus)"
+    )
     residual_multiplier: float = resumed_flag(
         1.0, "factor of the outputs of attention and MLP before they are added (Granite)", FACTOR
     )

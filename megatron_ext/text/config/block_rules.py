@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_ext.config.model import ACTIVATIONS
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.block import BlockConfig
@@ -42,6 +43,14 @@ def block_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagError]:
             "leave it out",
         )
     yield from _parallel_errors(block, config)
+    if block.xielu:
+        others = [name for name in ACTIVATIONS if getattr(model, name)]
+        if others:
+            yield exclusive("--xielu", f"--{others[0].replace('_', '-')}")
+        if config.section(MoEConfig).num_experts is not None:
+            yield FlagError(
+                "--xielu", None, "is for dense MLPs, not for `--num-experts`", "leave it out"
+            )
     yield from _qk_norm_errors(block, config)
 
 

@@ -229,7 +229,7 @@ SHAPE = (
     "add_qkv_bias add_proj_bias add_mlp_bias qk_layernorm sandwich_norm embedding_multiplier "
     "reordered_norm qk_layernorm_all_heads qk_layernorm_after_rope norm_elementwise_affine "
     "norm_bias use_parallel_residual shared_input_norm "
-    "residual_multiplier logits_scaling llama_4_scaling_beta "
+    "xielu residual_multiplier logits_scaling llama_4_scaling_beta "
     "untie_embeddings_and_output_weights "
     "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "

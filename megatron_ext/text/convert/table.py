@@ -41,6 +41,7 @@ class Part:
         step: distance between neighbouring rows in the tensor.
         transposed: whether the tensor is stored ``[in, out]``, so that its columns are our rows.
         stacked: whether the tensor holds all experts along its first axis.
+        scalar: whether the tensor is a number without an axis, and our parameter has one row.
     """
 
     tensor: str
@@ -49,6 +50,7 @@ class Part:
     step: int = 1
     transposed: bool = False
     stacked: bool = False
+    scalar: bool = False
 
 
 Parts = Sequence[Part]
@@ -60,7 +62,8 @@ class Run:
 
     The parameter's rows ``row`` to ``row + count - 1`` are rows of ``tensor``: the first of them is
     row ``start``, and each next one is ``step`` rows further on. If ``expert`` is not None, it is
-    an index along the first axis of ``tensor``, which stacks all experts.
+    an index along the first axis of ``tensor``, which stacks all experts. If ``scalar``, ``tensor``
+    has no axis.
     """
 
     row: int
@@ -70,12 +73,15 @@ class Run:
     step: int
     transposed: bool
     expert: int | None
+    scalar: bool = False
 
     def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
         """Return the smallest shape that the Hugging Face tensor must have to hold this run.
 
         ``ours`` is the shape of our parameter.
         """
+        if self.scalar:
+            return ()
         rows = self.start + (self.count - 1) * self.step + 1
         plane = (*ours[1:], rows) if self.transposed else (rows, *ours[1:])
         return plane if self.expert is None else (self.expert + 1, *plane)
@@ -96,6 +102,8 @@ class Run:
         columns = [slice(low, low + size) for low, size in zip(offset[1:], shape[1:], strict=True)]
         plane = (*columns, rows) if self.transposed else (rows, *columns)
         own = slice(low - offset[0], high - offset[0])
+        if self.scalar:
+            return own, ()
         return own, plane if self.expert is None else (self.expert, *plane)
 
 
@@ -178,7 +186,8 @@ class Table:
             count = share if part.count is None else part.count
             tensor = part.tensor.format(**numbers)
             index = expert if part.stacked else None
-            runs.append(Run(row, count, tensor, part.start, part.step, part.transposed, index))
+            place = part.start, part.step, part.transposed
+            runs.append(Run(row, count, tensor, *place, index, part.scalar))
             row += count
         return runs
 

@@ -90,6 +90,11 @@ def whole(tensor: str, *, transposed: bool = False, stacked: bool = False) -> So
     return Source((tensor,), _concatenated, transposed, stacked)
 
 
+def scalar(tensor: str) -> Source:
+    """Return the source of a parameter of one row that is a number without an axis."""
+    return Source((tensor,), lambda tensors, sizes: (Part(tensors[0], scalar=True),))
+
+
 def joined(*tensors: str, transposed: bool = False, stacked: bool = False) -> Source:
     """Return the source of a parameter that concatenates tensors with equally many rows."""
     return Source(tensors, _concatenated, transposed, stacked)

@@ -352,7 +352,7 @@ class _Sender:
             blocks = [full[piece.index] for piece in pieces]
             if rank == 0:
                 for block, value in zip(blocks, self._values(pieces), strict=True):
-                    block.copy_(value)
+                    block.copy_(value.view(block.shape))
                 continue
             device = self._shards[0].tensor.device
             packed = full.new_empty(sum(x.numel() for x in blocks), device=device)

@@ -366,7 +366,7 @@ class GptFlops(GptRun):
         fp8 = self.config.fp8
         model = self.config.model
         changed = model.activation_func_clamp_value is not None or model.glu_linear_offset != 0
-        plain = self.trains and not (model.has_mlp_bias or changed)
+        plain = self.trains and not (model.has_mlp_bias or changed or self.block.xielu)
         given = fp8.fp8_recipe == "delayed" and fp8.fp8_wgrad and self.sizes.in_8_bits(fp8, number)
         return given and plain and not self.sizes.experts[number]
 

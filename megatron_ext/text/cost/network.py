@@ -135,6 +135,9 @@ class Parameters(GptRun):
             bias = self.config.model.has_mlp_bias
             mlp = self._mlp(self.sizes.f, self.sizes.tp, bias=bias)
             weights += self._linear_weights(f"{name}.mlp", mlp)
+            if self.block.xielu:
+                names = (f"{name}.mlp.activation_func.alpha_{x}" for x in "pn")
+                weights += [Weight(each, 1) for each in names]
         if self.normalizes_outputs:
             weights += self._norm_weights(f"{name}.post_self_attn_layernorm")
             weights += self._norm_weights(f"{name}.post_mlp_layernorm")

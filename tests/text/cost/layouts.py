@@ -53,6 +53,7 @@ MORE = {
     "--normalization LayerNorm --no-norm-bias",
     "rotated heads normalized, factors": "--qk-layernorm --qk-layernorm-after-rope "
     "--residual-multiplier 0.3 --logits-scaling 6",
+    "xielu tp2": "--no-swiglu --xielu --tensor-model-parallel-size 2 --nproc-per-node 2",
     "tied pp2": "--no-untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
     "--use-distributed-optimizer --nproc-per-node 2",
     "mtp1 pp2": "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --nproc-per-node 2 "

@@ -21,7 +21,7 @@ RUNS = {name: layouts.flags_of(name) for name in NAMES}
 RUNS["deepseek"] = [*layouts.MODEL, *DEEPSEEK.split()]
 
 
-NEARLY = ("cp2", "sinks", "mla", "fp8", "dropout", "deepseek")
+NEARLY = ("cp2", "sinks", "mla", "fp8", "dropout", "deepseek", "xielu")
 """Words of runs whose layers keep a few small tensors that the plan leaves out."""
 
 

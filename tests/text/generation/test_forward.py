@@ -103,6 +103,18 @@ MODELS = {
     "norms after parts, a gain minus one": (
         f"{ROTARY} --sandwich-norm --apply-layernorm-1p --untie-embeddings-and-output-weights"
     ),
+    "outputs and all heads normalized, factors of branches and logits": (
+        f"{ROTARY} --reordered-norm --qk-layernorm --qk-layernorm-all-heads --normalization "
+        "RMSNorm --disable-bias-linear --residual-multiplier 0.3 --logits-scaling 6"
+    ),
+    "factors beside norms after parts, norms without weights": (
+        f"{ROTARY} --sandwich-norm --residual-multiplier 0.3 --no-norm-elementwise-affine"
+    ),
+    "heads normalized after rotation, queries that grow": (
+        "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --qk-layernorm "
+        "--yarn-original-max-position-embeddings 2 --llama-4-scaling-beta 0.5 "
+        "--qk-layernorm-after-rope"
+    ),
     "soft caps": f"{ROTARY} --attn-logit-softcapping 2 --final-logit-softcapping 1",
     "16 bits": f"{ROTARY} --bf16 --fp32-residual-connection --group-query-attention "
     "--num-query-groups 2",
@@ -124,7 +136,7 @@ def logits_of_passes(forward: PackedForward, *, by_modules: bool) -> list[Tensor
     found = []
     short = forward.short_length
     with forward.ready(3, 16):
-        assert forward._decoder is not None
+        assert (forward._decoder is None) == forward._config.varies_attention
         if by_modules:
             forward._forget_decoder()
         for counts in PASSES:

@@ -193,6 +193,11 @@ FAMILIES = {
         "--normalization LayerNorm --norm-epsilon 1e-5 --no-norm-elementwise-affine "
         "--disable-bias-linear --swiglu",
     ),
+    "apertus": Family(
+        "Apertus",
+        dict(rope_parameters=rope(10000.0), tie_word_embeddings=False),
+        "--disable-bias-linear --xielu --qk-layernorm --untie-embeddings-and-output-weights",
+    ),
     "llama": Family(
         "Llama",
         dict(
@@ -284,8 +289,13 @@ def dense_of(mlp: dict[str, Tensor]) -> dict[str, Tensor]:
         elif f"gate_proj.{kind}" in mlp:
             pair = mlp[f"gate_proj.{kind}"], mlp[f"up_proj.{kind}"]
             found[f"linear_fc1.{kind}"] = torch.cat(pair)
+        elif f"up_proj.{kind}" in mlp:
+            found[f"linear_fc1.{kind}"] = mlp[f"up_proj.{kind}"]
         if f"down_proj.{kind}" in mlp:
             found[f"linear_fc2.{kind}"] = mlp[f"down_proj.{kind}"]
+    for name in ("alpha_p", "alpha_n"):
+        if f"act_fn.{name}" in mlp:
+            found[f"activation_func.{name}"] = mlp[f"act_fn.{name}"]
     return found
 
 
@@ -311,7 +321,12 @@ def ours(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 "post_self_attn_layernorm": "post_attention_layernorm",
                 "post_mlp_layernorm": "post_feedforward_layernorm",
             }
-        if "input_layernorm.weight" not in layer:
+        if "attention_layernorm.weight" in layer:
+            names = {
+                "input_layernorm": "attention_layernorm",
+                "pre_mlp_layernorm": "feedforward_layernorm",
+            }
+        elif "input_layernorm.weight" not in layer:
             names = {
                 "post_self_attn_layernorm": "post_attention_layernorm",
                 "post_mlp_layernorm": "post_feedforward_layernorm",
@@ -348,7 +363,9 @@ def check_family(context: ParallelContext, *, name: str) -> None:
     for key, gradient in ours(gradients).items():
         own = parameters[key].grad
         assert own is not None and own.abs().max() > 0, key
-        assert near(own, gradient) <= 1e-5, (key, near(own, gradient))
+        # The gradient of a single number is a sum of terms that cancel out.
+        limit = 1e-4 if own.numel() == 1 else 1e-5
+        assert near(own, gradient) <= limit, (key, near(own, gradient))
 
 
 def near(got: Tensor, want: Tensor) -> float:
@@ -389,6 +406,10 @@ LAYOUTS = {
     "granite": (
         (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
          "--num-virtual-stages-per-pipeline-rank 2"),
+    ),
+    "apertus": (
+        (2, "--tensor-model-parallel-size 2 --sequence-parallel --recompute-granularity selective "
+         "--recompute-modules mlp"),
     ),
     "ministral3": ((4, "--context-parallel-size 2 --tensor-model-parallel-size 2"),),
     "olmo": ((2, "--tensor-model-parallel-size 2 --sequence-parallel"),),

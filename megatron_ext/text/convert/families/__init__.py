@@ -51,6 +51,7 @@ MODULES = {
     "granite_swa": "granite_swa",
     "youtu": "youtu",
     "minicpm": "minicpm",
+    "apertus": "apertus",
     # decoders with experts
     "kimi_k2": "kimi_k2",
     "glm4_moe_lite": "glm4_moe_lite",

@@ -116,6 +116,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             **YARN, "mscale": 1.0, "mscale_all_dim": 0.7,
         }},
     ),
+    "apertus": (ODD | UNTIED, ONE_KEY | TIED | {"attention_bias": True}),
     "minicpm": (
         TIED | {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 16},
         ONE_KEY | UNTIED | {
