@@ -251,6 +251,10 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         numbered = numbered_after_the_decoder(config, kwargs)
         super().__init__(config, *args, pg_collection=groups, **numbered)
+        if getattr(self.config, "xielu", False):
+            from megatron_ext.layers.xielu import use_xielu
+
+            use_xielu(self.mlp, groups.tp)
         use_own_mlps(self.mlp)
         if self.recompute_mlp:
             self.mlp.adds_bias = True
@@ -264,10 +268,6 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
                 )
                 for name in ("attention", "mlp")
             )
-        if getattr(self.config, "xielu", False):
-            from megatron_ext.layers.xielu import use_xielu
-
-            use_xielu(self.mlp, groups.tp)
         if getattr(self.config, "changes_outputs", False):
             from megatron_ext.layers.branch_outputs import change_outputs
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.subclass import specialize
-from megatron_ext.layers.transformer_layer import MLP, WithBias
 
 START = 0.8
 """Initial value of both factors, as in section 3 of the paper."""
@@ -78,18 +78,25 @@ class Xielu(MegatronModule):  # type: ignore[misc]
         alpha_n = copy_to_tensor_model_parallel_region(self.alpha_n, group=self.tp_group)
         positive = F.softplus(alpha_p)
         negative = self.beta + F.softplus(alpha_n)
-        output: Tensor = _Xielu.apply(x, positive, negative, self.beta, self.eps)
+        output: Tensor = _Xielu.apply(  # type: ignore[no-untyped-call]
+            x, positive, negative, self.beta, self.eps
+        )
         return output
 
 
-class XieluMLP(MLP):
-    """A dense MLP whose activation function is an `Xielu`."""
+class XieluMLP(MLP):  # type: ignore[misc]
+    """A dense MLP whose activation function is an `Xielu`.
+
+    Attributes:
+        adds_bias: as in `transformer_layer.MLP`.
+    """
 
     activation_func: Xielu
+    adds_bias: bool = False
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
-    ) -> WithBias:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the output ``[s, b, h]``, and None or a bias that the caller must add."""
         wide, bias = self.linear_fc1(hidden_states)
         activated = self.activation_func(wide if bias is None else wide + bias)
