@@ -11,7 +11,13 @@ from torch import Tensor
 
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.video.config.encoding import ImageEncoderConfig
-from megatron_ext.video.data.model_folders import compared, public, read_settings, variant_of
+from megatron_ext.video.data.model_folders import (
+    compared,
+    loaded,
+    public,
+    read_settings,
+    variant_of,
+)
 
 _PREPROCESSOR = "preprocessor_config.json"
 _TYPES = ("clip", "clip_vision_model")
@@ -44,25 +50,19 @@ class ImageEncoder:
                 f"`--image-encoder` ({path}) needs the package transformers, which is not "
                 "installed; run `pip install 'megatron-ext[video]'`."
             ) from None
-        try:
-            self._processor = transformers.CLIPImageProcessor.from_pretrained(
+
+        def load() -> tuple[Any, Any]:
+            images = transformers.CLIPImageProcessor.from_pretrained(
                 processor, local_files_only=True
             )
             model, info = transformers.CLIPVisionModel.from_pretrained(
                 path, local_files_only=True, output_loading_info=True,
                 variant=variant_of(path, ("model", "pytorch_model")),
             )  # fmt: skip
-        # Damaged files raise errors of safetensors, pickle or torch, which have no common class.
-        except Exception as error:
-            raise ConfigError(
-                f"`--image-encoder` ({path}) holds no model that can be loaded ({error}); copy the "
-                "whole folder again."
-            ) from error
-        if info["missing_keys"]:
-            raise ConfigError(
-                f"`--image-encoder` ({path}) lacks the weights "
-                f"{', '.join(sorted(info['missing_keys']))}; copy the whole folder again."
-            )
+            return (images, model), info
+
+        fault = "holds no model that can be loaded"
+        self._processor, model = loaded("--image-encoder", path, load, fault)
         self._model = model.eval().requires_grad_(False).to(self.device)
         sizes = model.config
         self.width = int(sizes.hidden_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,32 @@ def read_settings(name: str, path: str, file: str = "config.json") -> dict[str, 
         raise ConfigError(
             f"`{name}` ({path}) has a {file} that cannot be read ({error.reason}); copy it again."
         ) from None
+
+
+def loaded(name: str, path: str, load: Callable[[], tuple[Any, Any]], fault: str) -> Any:
+    """Return a model from the folder ``path``, all of whose weights the folder has.
+
+    Args:
+        name: the option that gives the folder, for messages.
+        load: returns the model and what the library says of its loading.
+        fault: clause that says what the folder has if ``load`` fails.
+
+    Raises:
+        ConfigError: the model cannot be loaded, or lacks weights.
+    """
+    try:
+        model, info = load()
+    # Damaged files raise errors of safetensors, tokenizers, pickle or torch, of no common class.
+    except Exception as error:
+        raise ConfigError(
+            f"`{name}` ({path}) {fault} ({error}); copy the whole folder again."
+        ) from error
+    if info["missing_keys"]:
+        raise ConfigError(
+            f"`{name}` ({path}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
+            "the whole folder again."
+        )
+    return model
 
 
 def advice_for(path: str) -> str:

@@ -28,6 +28,7 @@ from megatron_ext.video.config.encoding import (
 from megatron_ext.video.config.encoding import UMT5 as UMT5_NAME
 from megatron_ext.video.data.model_folders import (
     compared,
+    loaded,
     public,
     read_settings,
     tokenizer_folder,
@@ -139,7 +140,8 @@ def load_model(
             f"`{name}` ({path}) holds a model of type {model_type}, but must hold one of type "
             f"{' or '.join(types)}; correct the path."
         )
-    try:
+
+    def load() -> tuple[Any, Any]:
         # If this is not given, transformers asks on the terminal whether to run remote code.
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             tokenizer_folder(path), local_files_only=True, trust_remote_code=False
@@ -148,17 +150,10 @@ def load_model(
             path, local_files_only=True, output_loading_info=True,
             variant=variant_of(path, ("model", "pytorch_model")),
         )  # fmt: skip
-    # Damaged files raise errors of safetensors, tokenizers, pickle or torch, of no common class.
-    except Exception as error:
-        raise ConfigError(
-            f"`{name}` ({path}) holds no model and tokenizer that can be loaded ({error}); copy "
-            "the whole folder again."
-        ) from error
-    if info["missing_keys"]:
-        raise ConfigError(
-            f"`{name}` ({path}) lacks the weights {', '.join(sorted(info['missing_keys']))}; copy "
-            "the whole folder again."
-        )
+        return (model, tokenizer), info
+
+    fault = "holds no model and tokenizer that can be loaded"
+    model, tokenizer = loaded(name, path, load, fault)
     if model.dtype == torch.float16:
         # T5's activations exceed the range of half precision.
         model = model.float()

@@ -19,7 +19,7 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.video.config.encoding import PATCH, CodecConfig
 from megatron_ext.video.data.codec import VideoCodec
 from megatron_ext.video.data.geometry import Bucket
-from megatron_ext.video.data.model_folders import advice_for, public, variant_of
+from megatron_ext.video.data.model_folders import advice_for, loaded, public, variant_of
 from megatron_ext.video.data.randomness import generator
 from megatron_ext.video.data.tiles import TileFunction, frames_in_tiles, in_tiles
 
@@ -357,21 +357,14 @@ def _load_vae(folder: str, name: str) -> Any:
             "diffusers; give the folder of a VAE, or install a newer diffusers."
         )
     variant = variant_of(folder, ("diffusion_pytorch_model",))
-    try:
-        vae, info = kind.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True, variant=variant
-        )
-    # Damaged weights raise errors of safetensors, pickle or torch, which have no common class.
-    except Exception as error:
-        raise ConfigError(
-            f"`--codec` ({folder}) holds an {name} whose weights cannot be loaded ({error}); copy "
-            "the whole folder again."
-        ) from error
-    if info["missing_keys"]:
-        raise ConfigError(
-            f"`--codec` ({folder}) lacks the weights {', '.join(sorted(info['missing_keys']))}; "
-            "copy the whole folder again."
-        )
+    load = partial(
+        kind.from_pretrained,
+        folder,
+        local_files_only=True,
+        output_loading_info=True,
+        variant=variant,
+    )
+    vae = loaded("--codec", folder, load, f"holds an {name} whose weights cannot be loaded")
     if vae.config.get("timestep_conditioning"):
         raise ConfigError(
             f"`--codec` ({folder}) is an {name} that decodes by a timestep, which is not "
