@@ -68,12 +68,16 @@ def one_rank(seed: int, device: Device | None = None) -> Iterator[ParallelContex
         context.destroy()
 
 
-def weight_shards(chunk: torch.nn.Module) -> Iterator[Shard]:
+def weight_shards(
+    chunk: torch.nn.Module,
+    tensor_of: Callable[[Tensor], Tensor | None] = lambda parameter: parameter,
+) -> Iterator[Shard]:
     """Yield this rank's shards of the weights and buffers that a published model also has.
 
     ``chunk`` is a model chunk without wrappers. LoRA adapters and fp8 scale histories are left out.
+    ``tensor_of`` is that of `shards_of`.
     """
-    for shard in shards_of(chunk, buffers=True):
+    for shard in shards_of(chunk, tensor_of, buffers=True):
         if MARK not in shard.name and not shard.name.endswith(HISTORY):
             yield shard
 
@@ -170,8 +174,9 @@ class Network:
             None for the model that the run trains.
         base: takes the configuration of a run, and returns the folder of checkpoints that holds the
             frozen weights under the network's adapters; by default ``--pretrained-checkpoint``.
-        fill: takes a run's configuration, chunks of the network, and the folder or file of
-            published weights, which it loads; it returns their identity. None if there are none.
+        fill: takes a run's configuration, chunks of the network, the folder or file of published
+            weights, which it loads, and the parallel context; it returns their identity. None if
+            there are none.
         is_published: whether a path is one of published weights instead of checkpoints.
     """
 
@@ -179,7 +184,7 @@ class Network:
     described: Callable[[RunConfig], RunConfig] = lambda run: run
     section: str | None = None
     base: Callable[[RunConfig], str | None] = lambda run: run.checkpoint.pretrained_checkpoint
-    fill: Callable[[RunConfig, Any, str], FrozenBase] | None = None
+    fill: Callable[[RunConfig, Any, str, ParallelContext], FrozenBase] | None = None
     is_published: Callable[[str], bool] = lambda path: False
 
 
@@ -242,7 +247,7 @@ def merge_checkpoint(
         drawn = FrozenBase.drawn(config.training.seed) if adapters_alone else None
         chunks = _build(config, context, network.build, device)
         if published and network.fill is not None:
-            drawn = network.fill(config, chunks, str(given))
+            drawn = network.fill(config, chunks, str(given), context)
         iteration, progress = _load(config.checkpoint, context, chunks, drawn, network.section)
         merge_adapters(chunks)
         merged = dataclasses.replace(config, lora=LoraConfig()).to_dict()

@@ -398,6 +398,13 @@ class LoraConfig(Changeable):
         "and values, or gate and up; default: one for the layer",
     )
 
+    lora_quantize_weights: str | None = resumed_flag(
+        None,
+        "keep the frozen weights of linear layers in 4 bits (QLoRA, arXiv:2305.14314), by "
+        "bitsandbytes; they come from --load-hf, and checkpoints hold the adapters alone",
+        choices="nf4 fp4",
+    )
+
     saves_adapters_only: bool = False
     """Whether checkpoints hold the adapters but not the frozen weights."""
 

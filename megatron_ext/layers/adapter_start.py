@@ -30,6 +30,7 @@ from megatron_ext.config.optimizer import PRINCIPAL, LoraConfig
 from megatron_ext.layers.dora import MagnitudeAdapter
 from megatron_ext.layers.initialization import generator_of, memory_key, shards_of
 from megatron_ext.layers.lora import Adapter, adapted_layers, attach_adapters, draw_by_name
+from megatron_ext.layers.quantized import weight_of
 from megatron_ext.parallel.context import ParallelContext
 
 
@@ -115,7 +116,7 @@ def start_adapters(
 
 def _start_principal(layer: Any, adapter: Adapter, config: LoraConfig, seed: int) -> None:
     """Start A and B from the layer's weight, and keep a copy of both to subtract."""
-    weight = _gathered(adapter, layer.weight.detach().float(), dim=1 if adapter.is_row else 0)
+    weight = _gathered(adapter, weight_of(layer).float(), dim=1 if adapter.is_row else 0)
     rank = adapter.b.size(1)
     count = len(adapter.a) // rank
     b = weight.new_zeros(len(weight), rank)

@@ -41,13 +41,18 @@ def build_chunks(
     several = parallel.pipeline_model_parallel_size > 1
     tied_stages = several and not config.model.untie_embeddings_and_output_weights
     by_name = not config.model.use_cpu_initialization
-    keep = None
+    keep: Callable[[Any], None] | None = None
     # While they are built, two stages sum an output layer that is tied to the embedding.
     if by_name and config.optimizer.shards_weights and not tied_stages:
         from megatron_ext.layers.weight_shards import shard_at_start
 
         # Frozen weights stay whole: nothing gathers them.
         keep = partial(_shard_if_trained, partial(shard_at_start, groups=context.pgs))
+    bits = config.lora.lora_quantize_weights
+    if bits is not None:
+        from megatron_ext.layers.quantized import drop_values, mark_weights
+
+        keep = drop_values
     random_state = torch.get_rng_state()
     if by_name:
         mark_methods(transformer_config, keeps_memory=keep is None)
@@ -64,6 +69,8 @@ def build_chunks(
             from megatron_ext.layers.expert_parameters import mark_experts
 
             mark_experts(chunk, context.pgs)
+        if bits is not None:
+            mark_weights(chunk, bits)
         chunk.vp_stage = stage
         chunks.append(chunk)
     if config.freeze.is_used and not config.training.skip_train:
@@ -75,6 +82,9 @@ def build_chunks(
         unmark_methods(transformer_config)
         # A rank's later random draws must not depend on the modules that it has built.
         torch.set_rng_state(random_state)
+    if bits is not None:
+        for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+            drop_values(parameter)
     if config.lora.lora_rank is not None:
         if config.lora.is_variant:
             from megatron_ext.layers.adapter_start import attach_variants as attach_adapters

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.layers.lora import Adapter, Layer
+from megatron_ext.layers.quantized import weight_of
 
 _SMALLEST = 1e-30
 """Rows of zeros, as of a layer that starts at zero, are divided by this."""
@@ -39,7 +40,7 @@ class MagnitudeAdapter(Adapter):
     def forward(self, layer: Layer, x: Tensor, output: Tensor) -> Tensor:
         """Return the output of the adapted layer, given the layer's input and own output."""
         factor = self._whole("magnitude") if not self.communicates else self.magnitude
-        factor = factor / self._lengths(layer.weight.detach())
+        factor = factor / self._lengths(weight_of(layer))
         bias = None if getattr(layer, "skip_bias_add", False) else getattr(layer, "bias", None)
         kept = self._kept(x, output)
         dropped = self._dropped(x)
@@ -75,7 +76,7 @@ class MagnitudeAdapter(Adapter):
     @torch.no_grad()
     def start_from(self, layer: Layer) -> None:
         """Let the magnitudes be the lengths of the adapted rows, so that these stay as they are."""
-        self.magnitude.copy_(self._lengths(layer.weight.detach()))
+        self.magnitude.copy_(self._lengths(weight_of(layer)))
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return the weight of the adapted layer in float32, given the layer's own weight."""

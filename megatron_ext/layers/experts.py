@@ -273,7 +273,7 @@ class JointExperts(SequentialMLP):  # type: ignore[misc]
         ]
         return (
             len(x) > 0
-            and all(linear.fp8 is None for linear in linears)
+            and all(linear.fp8 is None and linear.quantized is None for linear in linears)
             and all(linear.lora is None or linear.lora.groups for linear in linears)
             and x.dtype == linears[0].weight.dtype
         )

@@ -87,7 +87,8 @@ class Product:
 def _product(layer: Any) -> OnRows:
     """Return a function that multiplies by a linear layer's weight and adds its bias."""
     is_row = type(layer) in ROW
-    if not (is_row or type(layer) in COLUMN) or layer.lora is not None or layer.fp8 is not None:
+    changed = any(x is not None for x in (layer.lora, layer.fp8, layer.quantized))
+    if changed or not (is_row or type(layer) in COLUMN):
         return _called(layer)
     sums = is_row and layer.tp_group.size() > 1
     return Product(layer.weight, layer.bias, layer.tp_group if sums else None)

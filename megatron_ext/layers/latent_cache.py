@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megatron_ext.layers.kv_cache import KeyValueCache, TokenRows, Window, attend_in_segments
+from megatron_ext.layers.quantized import weight_of
 
 
 class LatentCache:
@@ -105,7 +106,7 @@ class LatentCache:
 def _up_projection(attention: Any) -> Tensor:
     """Return W_ukv of this rank's heads, ``[n, dqk + dv, r]``, with its adapter."""
     layer = attention.linear_kv_up_proj
-    weight: Tensor = layer.weight
+    weight = weight_of(layer)
     if layer.lora is not None:
         weight = layer.lora.merged(weight).to(weight.dtype)
     return weight.view(attention.num_attention_heads_per_partition, -1, weight.size(-1))

@@ -73,6 +73,8 @@ class _ParallelLinear:
     communicates = True
     """Whether the layer itself gathers its input and sums its output where ranks split these;
     otherwise its caller does."""
+    quantized: Any = None
+    """The weight in 4 bits, set by `layers.quantized`; None for a plain one."""
     weight: Any
     is_expert: bool
 
@@ -118,6 +120,8 @@ class _ParallelLinear:
         return state
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.quantized is not None:
+            return self.quantized.multiply(input, **kwargs)  # type: ignore[no-any-return]
         queue = getattr(self.config, "weight_gradients", None)
         # If the input needed no gradient, no backward pass would collect the weight gradients.
         if not (weight.requires_grad and input.requires_grad):

@@ -54,6 +54,7 @@ from megatron_ext.layers.linear import (
     enter,
     leave,
 )
+from megatron_ext.layers.quantized import restore_weights, weight_of
 from megatron_ext.layers.replicated_linear import ReplicatedLinear
 from megatron_ext.parallel.collectives import largest_of_all_ranks
 
@@ -320,20 +321,25 @@ def adapted_layers(chunk: torch.nn.Module) -> Iterator[tuple[Layer, Adapter]]:
 
 
 def merged_weight_of(chunks: Sequence[torch.nn.Module]) -> dict[int, Callable[[], Tensor]]:
-    """Return, for each weight with an adapter, a function that computes the merged weight.
+    """Return, for each weight with an adapter or in 4 bits, a function that computes its values.
 
     The keys are the Python ids of the weights. The merged weight (`Adapter.merged`) has W's dtype.
     """
 
     def merge(layer: Layer, adapter: Adapter) -> Tensor:
         with torch.no_grad():
-            return adapter.merged(layer.weight).to(layer.weight.dtype)
+            return adapter.merged(weight_of(layer)).to(layer.weight.dtype)
 
-    return {
-        id(layer.weight): partial(merge, layer, adapter)
+    values: dict[int, Callable[[], Tensor]] = {
+        id(layer.weight): partial(weight_of, layer)
         for chunk in chunks
-        for layer, adapter in adapted_layers(chunk)
+        for layer in chunk.modules()
+        if getattr(layer, "quantized", None) is not None
     }
+    for chunk in chunks:
+        for layer, adapter in adapted_layers(chunk):
+            values[id(layer.weight)] = partial(merge, layer, adapter)
+    return values
 
 
 @torch.no_grad()
@@ -342,6 +348,7 @@ def merge_adapters(chunks: Sequence[torch.nn.Module]) -> int:
 
     The merged weights (`Adapter.merged`) are computed in float32.
     """
+    restore_weights(chunks)
     adapted = [pair for chunk in chunks for pair in adapted_layers(chunk)]
     for layer, adapter in adapted:
         layer.weight.copy_(adapter.merged(layer.weight))

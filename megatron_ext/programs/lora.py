@@ -43,6 +43,8 @@ export_adapters = later(f"{_FILES}:export_adapters")
 adapters_of = later("megatron_ext.video.convert.adapters:adapters_of")
 is_streaming = later("megatron_ext.video.convert.find:is_streaming")
 merge_checkpoint = later(f"{_CONVERSION}:merge_checkpoint")
+fill_model = later("megatron_ext.text.convert.training:fill_model")
+is_folder = later("megatron_ext.text.convert.training:is_folder")
 network_of = later("megatron_ext.video.streaming.networks:network_of")
 network_alone = later(f"{_CONVERSION}:Network")
 peft_layers = later("megatron_ext.text.convert.adapters:peft_layers")
@@ -139,7 +141,9 @@ def _merge(args: argparse.Namespace) -> None:
     if task is STREAMING:
         network = network_of(args.network)
     else:
-        published = {"fill": FILL, "is_published": is_published} if task is FLOW else {}
+        published = {"fill": FILL, "is_published": is_published}
+        if task is GPT:
+            published = {"fill": fill_model, "is_published": is_folder}
         network = network_alone(task.model_chunk, **published)
     base = args.pretrained_checkpoint
     print(

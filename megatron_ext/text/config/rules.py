@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from megatron_ext.config.flags import changed_fields
@@ -84,6 +86,33 @@ def _all_targets(config: RunConfig) -> list[str]:
     return targets
 
 
+def _quantization_errors(run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault of ``--lora-quantize-weights``, and each flag it excludes."""
+    lora = run.lora
+    kind = lora.lora_quantize_weights
+    if lora.lora_rank is None or kind is None:
+        return
+    refused = partial(FlagError, "--lora-quantize-weights", kind)
+    if importlib.util.find_spec("bitsandbytes") is None:
+        yield refused(
+            "needs bitsandbytes, which is not installed",
+            "install it with `pip install bitsandbytes`, or leave the flag out",
+        )
+    if not run.checkpoint.starts_elsewhere:
+        yield refused("takes its weights from `--load-hf`, which is not given", "give a folder")
+    if run.fp8.fp8_format is not None:
+        yield refused(
+            f"does not go with `--fp8-format` ({run.fp8.fp8_format}): a weight has one format",
+            "leave one of them out",
+        )
+    if lora.is_principal:
+        yield refused(
+            f"does not go with `--lora-init {lora.lora_init}`, which starts from weights that are "
+            "not rounded",
+            "use `--lora-init kaiming`",
+        )
+
+
 def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
     data = run.section(DataConfig)
     sft = run.section(SftConfig)
@@ -96,6 +125,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
         *run.section(FimConfig).own_errors(),
         *sft_errors(sft, run),
         *_target_errors(run),
+        *_quantization_errors(run),
         *_mask_errors(data, sft, run.model.transformer_impl),
         *_latent_errors(given),
         *_rotary_errors(run),

@@ -95,9 +95,8 @@ class _Reading:
     def __init__(self, folder: Path, chunks: Sequence[torch.nn.Module]) -> None:
         self.folder = folder
         self.notes: list[str] = []
-        self.shards = [
-            shard for chunk in unwrap_model(list(chunks)) for shard in weight_shards(chunk)
-        ]
+        self.chunks = unwrap_model(list(chunks))
+        self.shards = [shard for chunk in self.chunks for shard in weight_shards(chunk)]
 
     def open(self) -> set[tuple[bool, str, tuple[int, ...]]]:
         """Open the folder; return which tensors it must have for this rank.
@@ -151,8 +150,8 @@ class _Reading:
             if not may_lack_depths:
                 raise CheckpointError(
                     f"{self.folder} holds no weights of multi-token prediction, and "
-                    "`--no-initialization` gives them no values; leave it out, or give "
-                    "`--mtp-num-layers 0`."
+                    "`--no-initialization` or `--lora-quantize-weights` gives them no values; "
+                    "leave it out, or give `--mtp-num-layers 0`."
                 )
             self.shards = [shard for shard in self.shards if not is_of_depth(shard.name)]
             self.notes.append(
@@ -177,7 +176,7 @@ class _Reading:
     def fill(self) -> None:
         """Copy the folder's values into this rank's shards; fill vocabulary padding with zeros."""
         shown = {"unit": "tensor", "delay": 1.0, "leave": False, "disable": None}
-        for shard in tqdm(self.shards, "Loading", **shown):
+        for shard in tqdm(self._memory(), "Loading", **shown):
             if shard.is_vocabulary:
                 shard.tensor[max(0, self.model.vocab_size - shard.offset[0]) :] = 0
             for run in self._runs(shard):
@@ -186,6 +185,15 @@ class _Reading:
                     rows, index = overlap
                     target = shard.tensor[rows]
                     self.source.copy(run.tensor, index, target, transposed=run.transposed)
+
+    def _memory(self) -> Iterable[Shard]:
+        """Return the shards with memory to write to, if only for a moment (`layers.quantized`)."""
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        if all(getattr(parameter, "quantized", None) is None for parameter in parameters):
+            return self.shards
+        from megatron_ext.layers.quantized import shards_to_fill
+
+        return shards_to_fill(self.chunks, weight_shards)
 
 
 class WeightFolder(TensorFolder):

@@ -12,6 +12,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext.checkpoint.files import digest_of_weights
 from megatron_ext.checkpoint.safetensors_files import size_errors
 from megatron_ext.config.model import padded_size
 from megatron_ext.config.run import RunConfig
@@ -27,6 +28,7 @@ from megatron_ext.train.callbacks.callback import Callback, due
 from megatron_ext.train.run import Run
 
 if TYPE_CHECKING:
+    from megatron_ext.checkpoint.adapters import FrozenBase
     from megatron_ext.text.convert.config import HuggingFaceModel
     from megatron_ext.train.batch_size import Progress
 
@@ -75,7 +77,13 @@ def resolve_folder(config: RunConfig) -> RunConfig:
         ranks = config.parallel.tensor_model_parallel_size
         padded = padded_size(source.vocab_size, model.make_vocab_size_divisible_by, ranks)
         model = dataclasses.replace(model, padded_vocab_size=padded)
-    config = dataclasses.replace(config, model=model, checkpoint=checkpoint)
+    lora = config.lora
+    if lora.lora_rank is not None and lora.lora_quantize_weights is not None:
+        folder = Path(given.load_hf).resolve()
+        published = (str(folder), digest_of_weights(folder), "--load-hf")
+        checkpoint = dataclasses.replace(checkpoint, published=published)
+        lora = dataclasses.replace(lora, saves_adapters_only=True)
+    config = dataclasses.replace(config, model=model, checkpoint=checkpoint, lora=lora)
     return config.with_section(dataclasses.replace(given, origin=source.raw))
 
 
@@ -174,6 +182,26 @@ def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
         )
 
 
+def is_folder(path: str) -> bool:
+    """Return whether a path is that of a Hugging Face folder, and not of checkpoints."""
+    return (Path(path) / "config.json").is_file()
+
+
+def fill_model(
+    config: RunConfig, chunks: Sequence[torch.nn.Module], path: str, context: ParallelContext
+) -> FrozenBase:
+    """Fill the chunks of a model with the Hugging Face weights under its adapters.
+
+    Return the identity of these weights.
+    """
+    from megatron_ext.checkpoint.adapters import FrozenBase
+    from megatron_ext.text.convert.reading import load_folder
+
+    folder = Path(path).resolve()
+    load_folder(chunks, folder, context, may_lack_depths=False)
+    return FrozenBase(str(folder), digest_of_weights(folder), "--load-hf")
+
+
 def load_initial_weights(
     config: RunConfig, context: ParallelContext, chunks: Sequence[torch.nn.Module]
 ) -> list[str]:
@@ -185,7 +213,7 @@ def load_initial_weights(
     assert folder is not None
     from megatron_ext.text.convert.reading import load_folder
 
-    draws = config.model.perform_initialization
+    draws = config.model.perform_initialization and config.lora.lora_quantize_weights is None
     loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws)
     return [f"loaded {folder} (Hugging Face)", *loaded.notes]
 

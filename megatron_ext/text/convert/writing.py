@@ -6,7 +6,6 @@ peak memory is therefore the model plus twice the largest tensor.
 
 from __future__ import annotations
 
-import bisect
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -320,16 +319,23 @@ class _Sender:
 
         Where several ranks hold the same shard, only the one with the main copy sends it.
         """
+        owner: Tensor | None = None
+
+        def placed(parameter: Any) -> Tensor:
+            """Note whose shards come next; return a tensor with strides, if without memory."""
+            nonlocal owner
+            owner = parameter
+            plain: Tensor = parameter
+            if getattr(parameter, "quantized", None) is not None:
+                return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            return plain
+
         for chunk in self._bare:
-            own = {x.data_ptr(): x for x in (*chunk.parameters(), *chunk.buffers())}
-            starts = sorted(own)
-            for shard in weight_shards(chunk):
+            for shard in weight_shards(chunk, placed):
                 if shard.is_main:
+                    assert owner is not None
                     self._shards.append(shard)
-                    # A shard may be only the second half of a parameter, so look for the parameter
-                    # that contains its address.
-                    index = bisect.bisect_right(starts, shard.tensor.data_ptr()) - 1
-                    self._owners.append(own[starts[index]])
+                    self._owners.append(owner)
         return [
             Described(x.name, x.full_shape, x.offset, tuple(x.tensor.shape)) for x in self._shards
         ]
@@ -354,7 +360,7 @@ class _Sender:
                 for block, value in zip(blocks, self._values(pieces), strict=True):
                     block.copy_(value.view(block.shape))
                 continue
-            device = self._shards[0].tensor.device
+            device = self._owners[0].device
             packed = full.new_empty(sum(x.numel() for x in blocks), device=device)
             torch.distributed.recv(packed, rank)
             parts = torch.split(packed.cpu(), [block.numel() for block in blocks])

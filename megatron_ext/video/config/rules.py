@@ -236,6 +236,15 @@ def _shared_errors(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
     errors = resolved.section(SampleConfig).own_errors(resolved.checkpoint.save)
     errors += weights_errors(config, resolved)
     errors += adapter_errors(config, resolved)
+    if config.lora.lora_quantize_weights is not None:
+        errors.append(
+            FlagError(
+                "--lora-quantize-weights",
+                config.lora.lora_quantize_weights,
+                "is for language models, whose weights `--load-hf` reads",
+                "leave it out",
+            )
+        )
     schedule = config.parallel.pipeline_schedule or ""
     if schedule.startswith("core-"):
         errors.append(
@@ -296,6 +305,16 @@ def streaming_rules(config: RunConfig, resolved: RunConfig) -> list[FlagError]:
         *sample_errors(config.section(StreamingSampleConfig), sample, streaming),
         *teacher_errors(streaming, resolved.parallel),
     ]
+    if resolved.lora.starts_from_weights:
+        flag = "--lora-use-dora" if resolved.lora.lora_use_dora else "--lora-init"
+        errors.append(
+            FlagError(
+                flag,
+                None,
+                "does not go with `--task streaming`, whose second network has no such start",
+                "leave it out",
+            )
+        )
     if resolved.lora.lora_rank is not None and resolved.lora.lora_dropout:
         errors.append(
             FlagError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,10 +15,12 @@ from megatron.core.utils import unwrap_model
 
 from megatron_ext.checkpoint.adapters import FrozenBase
 from megatron_ext.checkpoint.conversion import weight_shards
+from megatron_ext.checkpoint.files import digest_of_weights
 from megatron_ext.config.flags import flags_of, spelling_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError, ConfigError, FlagError
 from megatron_ext.parallel.collectives import on_every_rank
+from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.video.config.run import VideoConfig
 from megatron_ext.video.config.weights import PublishedConfig
 from megatron_ext.video.convert.find import sizes_of, stamps_of
@@ -108,30 +109,6 @@ def resolve_weights(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, checkpoint=checkpoint).with_section(
         dataclasses.replace(given, weights_origin=origin)
     )
-
-
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
-
-
-def digest_of(source: Path) -> str:
-    """Return a digest that identifies the weights in a folder or file without reading all of them.
-
-    It covers the size of each file, its beginning, which holds names and shapes, and parts of it.
-    """
-    if source.is_file():
-        paths = [source]
-    else:
-        paths = sorted(source.glob("*.safetensors")) or sorted(source.glob("*.bin"))
-    digest = hashlib.sha256()
-    for path in paths:
-        size = path.stat().st_size
-        digest.update(f"{path.name if source.is_dir() else ''} {size};".encode())
-        with path.open("rb") as file:
-            for number in range(_SAMPLES):
-                file.seek(number * size // _SAMPLES)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def weights_errors(given: RunConfig, run: RunConfig) -> list[FlagError]:
@@ -351,7 +328,9 @@ def load_weights(
         return on_every_rank(load, f"{source} cannot be read")
 
 
-def fill_network(config: RunConfig, chunks: Sequence[torch.nn.Module], path: str) -> FrozenBase:
+def fill_network(
+    config: RunConfig, chunks: Sequence[torch.nn.Module], path: str, _context: ParallelContext
+) -> FrozenBase:
     """Fill the chunks of a network with the published weights under its adapters.
 
     Return the identity of these weights.
@@ -373,4 +352,4 @@ def base_of(path: str, flag: str, entry: str | None = None) -> FrozenBase:
 
 
 def _identity(source: Path, entry: str | None) -> str:
-    return digest_of(source) + (f" {entry}" if entry else "")
+    return digest_of_weights(source) + (f" {entry}" if entry else "")
