@@ -19,7 +19,7 @@ from itertools import groupby
 from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.stages import FP32, Ranks, Summed
-from megatron_ext.planning.weights import ROUTED, Weight
+from megatron_ext.planning.weights import ROUTED, Weight, bytes_of_frozen
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,10 @@ def rank_state(
     optimizer = config.optimizer
     shards = config.optimizer.shards_gradients
     trained = [[weight for weight in chunk if not weight.frozen] for chunk in chunks]
-    frozen = sum(weight.numel for chunk in chunks for weight in chunk if weight.frozen)
-    total = State(count=frozen, parameters=frozen * ranks.width, frozen=frozen * ranks.width)
+    frozen = [weight for chunk in chunks for weight in chunk if weight.frozen]
+    held = sum(bytes_of_frozen(weight, config.lora, ranks.width) for weight in frozen)
+    count = sum(weight.numel for weight in frozen)
+    total = State(count=count, parameters=held, frozen=held)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     width = FP32 if in_fp32 else ranks.width
     size, filled, gathered = None, 0, 0

@@ -22,6 +22,8 @@ def is_linear(name: str) -> bool:
     return LINEAR.search(name) is not None
 
 
+QUANTIZED_BLOCK = 64
+"""Elements of a weight in 4 bits that share a float32 factor (`layers.quantized`)."""
 ROUTED = ".experts."
 """The text that the name of every routed expert's weight contains."""
 
@@ -128,6 +130,13 @@ def with_frozen(lora: LoraConfig, weights: Iterable[Weight]) -> list[Weight]:
         return of_adapter or trains_whole(lora, weight.name, tied=tied)
 
     return [w if is_trained(w) else dataclasses.replace(w, frozen=True) for w in weights]
+
+
+def bytes_of_frozen(weight: Weight, lora: LoraConfig, width: int) -> int:
+    """Return the bytes of a frozen weight, whose elements have ``width`` bytes unless in 4 bits."""
+    if lora.lora_quantize_weights is None or not is_linear(weight.name):
+        return weight.numel * width
+    return weight.numel // 2 + -(-weight.numel // QUANTIZED_BLOCK) * 4
 
 
 def distinct(chunks: Iterable[Iterable[Weight]]) -> int:

@@ -105,6 +105,12 @@ def _quantization_errors(run: RunConfig) -> Iterator[FlagError]:
             f"does not go with `--fp8-format` ({run.fp8.fp8_format}): a weight has one format",
             "leave one of them out",
         )
+    if lora.lora_modules_to_save:
+        yield refused(
+            f"does not go with `--lora-modules-to-save` ({' '.join(lora.lora_modules_to_save)}), "
+            "since its checkpoints hold adapters alone",
+            "leave one of them out",
+        )
     if lora.is_principal:
         yield refused(
             f"does not go with `--lora-init {lora.lora_init}`, which starts from weights that are "

@@ -260,6 +260,15 @@ class GptNetwork(Parameters, Activations, GptFlops):
             kept += outputs * self.sizes.width
         return kept
 
+    def layer_bytes(self, number: int) -> LayerBytes:
+        found = super().layer_bytes(number)
+        if self.config.lora.lora_quantize_weights is None:
+            return found
+        # One weight at a time is restored from 4 bits.
+        weights = self._layer_weights("0", self.sizes.experts[number])
+        largest = max(weight.numel for weight in weights if is_linear(weight.name))
+        return LayerBytes(found.kept, found.transient + largest * self.sizes.width)
+
     @property
     def experts(self) -> tuple[int, int]:
         moe = self.moe

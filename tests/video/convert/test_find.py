@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_ext.checkpoint.files import digest_of_weights
 from megatron_ext.errors import CheckpointError
 from megatron_ext.video.config.weights import is_published
 from megatron_ext.video.convert.find import form_of_folder, holds_video_weights
 from megatron_ext.video.convert.reading import open_published
-from megatron_ext.video.convert.training import digest_of
 from megatron_ext.video.networks.wan.convert.conversion import CONVERSION
 from tests.video.convert.forms import Model, models
 
@@ -334,8 +334,8 @@ def test_shards_of_variants_and_of_pickles_are_read(
     found = parameters(folder)
     assert found.keys() == whole.keys()
     assert all(torch.equal(found[name], whole[name]) for name in whole)
-    digest = digest_of(folder)
+    digest = digest_of_weights(folder)
     index.write_text(json.dumps({"weight_map": {**places, "x": file}}))
     assert f"{file} does not hold `x`, which {stem}" in refusal(folder)
     (folder / file).unlink()
-    assert digest_of(folder) != digest
+    assert digest_of_weights(folder) != digest
