@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.huggingface import Export, export_model
 from megatron_ext.text.convert.reading import load_folder
+from megatron_ext.text.generation.tool import GENERATION, model_defaults
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.numerics.stock import LENGTH, VOCABULARY, gpt_config, whole_batch
 from tests.ranks import ranks
@@ -64,6 +67,10 @@ def test_merged_weights_evaluate_like_the_adapters(tmp_path: Path) -> None:
     train(saved, source, "--lr", "0.1", "--save-hf", str(tmp_path / "out"))
     folder = ["--load-hf", str(source)]
     want = evaluated(tmp_path / "adapters", *LORA, *folder, "--load", str(saved))
+    with pytest.raises(CheckpointError, match="merge both with `tools/lora.py merge` first"):
+        export_model(Export(load=saved, target=tmp_path / "exported"))
+    with pytest.raises(ConfigError, match="merge both with `tools/lora.py merge`, and give"):
+        model_defaults(["--load", str(saved), "--prompt", "x"], GENERATION, "tools/generate_text.py")
     assert tool("merge", "--load", saved, "--save", merged) == 0
     load = ["--load", str(merged)]
     assert evaluated(tmp_path / "whole", *folder, *load) == pytest.approx(want, rel=2e-6)

@@ -90,6 +90,11 @@ def export_model(order: Export) -> list[str]:
     Raise a CheckpointError for a model that fits none of `FAMILIES`, or an unusable folder.
     """
     stored = read_run_config(order.load, order.step)
+    if stored.get("lora", {}).get("lora_quantize_weights"):
+        raise CheckpointError(
+            f"{order.load} holds adapters without the weights under them, which the run kept in 4 "
+            "bits (`--lora-quantize-weights`); merge both with `tools/lora.py merge` first."
+        )
     config = stored_run(order, stored)
     like = config.section(HuggingFaceConfig).model()
     if order.like is not None:

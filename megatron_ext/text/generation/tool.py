@@ -156,6 +156,12 @@ def _stored_model(stored: Mapping[str, Any], program: Task, load: str) -> dict[s
             f"`--load` ({load}) must be a checkpoint of pretrain_gpt.py, but holds another kind of "
             "model; give another."
         )
+    if stored.get("lora", {}).get("lora_quantize_weights"):
+        raise ConfigError(
+            f"`--load` ({load}) holds adapters without the weights under them, which the run kept "
+            "in 4 bits (`--lora-quantize-weights`); merge both with `tools/lora.py merge`, and "
+            "give the result."
+        )
     flags = {}
     for section, kind in SHAPE_SECTIONS.items():
         decisive = {name for name, answer in if_changed(kind).items() if "refuse" in answer}
