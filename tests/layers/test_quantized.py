@@ -70,7 +70,9 @@ def test_merged_weights_evaluate_like_the_adapters(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="merge both with `tools/lora.py merge` first"):
         export_model(Export(load=saved, target=tmp_path / "exported"))
     with pytest.raises(ConfigError, match="merge both with `tools/lora.py merge`, and give"):
-        model_defaults(["--load", str(saved), "--prompt", "x"], GENERATION, "tools/generate_text.py")
+        model_defaults(
+            ["--load", str(saved), "--prompt", "x"], GENERATION, "tools/generate_text.py"
+        )
     assert tool("merge", "--load", saved, "--save", merged) == 0
     load = ["--load", str(merged)]
     assert evaluated(tmp_path / "whole", *folder, *load) == pytest.approx(want, rel=2e-6)
