@@ -18,8 +18,10 @@ probabilities. So one pass over the head finds the weights, and a second one is 
 cross-entropy, which never holds the logits.
 
 The reference is scored once, before the first step. It is the model of --dpo-reference-hf FOLDER,
-or else the model from which the run starts; with --lora-rank, that is the model with its adapters
-switched off. The log probabilities are kept in --save, where a resumed run finds them.
+without adapters, or else the model from which the run starts. The log probabilities are kept in
+--save, where a resumed run finds them. If they are lost, they can be computed again only under
+LoRA adapters that have started at zero: the model with its adapters switched off is the one from
+which the run started.
 
     python examples/dpo/train.py --dpo-data pairs.jsonl --load-hf models/chat --save out/dpo ...
     SMOKE=1 bash examples/dpo/train.sh
@@ -56,6 +58,7 @@ from megatron_ext.errors import CheckpointError, DataError
 from megatron_ext.losses.contract import LossFunction, Report, StepCounts, pair, share_of_step
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.run import text_source, with_tokenizer
 from megatron_ext.text.sft.chat import Chat, build_chat
@@ -412,8 +415,8 @@ class ScoreReference(Callback):
                     REFERENCE.scores = torch.from_numpy(stored["scores"])
                     return
         flags = run.config.section(DpoFlags)
-        starts_here = run.progress.iteration == 0 or run.config.lora.lora_rank is not None
-        if flags.dpo_reference_hf is None and not starts_here:
+        is_start = run.progress.iteration == 0
+        if flags.dpo_reference_hf is None and not is_start and not _is_start_without(run.config):
             raise CheckpointError(
                 f"{path} does not hold the reference's log probabilities of these pairs, and the "
                 "model has been trained since; give the starting model by `--dpo-reference-hf`."
@@ -469,6 +472,10 @@ class ScoreReference(Callback):
         """Within the context, the chunks compute the reference."""
         run = self.run
         folder = run.config.section(DpoFlags).dpo_reference_hf
+        if folder is None and run.progress.iteration == 0:
+            # Adapters of another run, or that start from singular values, belong to the start.
+            yield
+            return
         with adapters_off(run.chunks):
             if folder is None:
                 yield
@@ -484,6 +491,13 @@ class ScoreReference(Callback):
             finally:
                 for tensor, values in zip(tensors, own, strict=True):
                     tensor.copy_(values)
+
+
+def _is_start_without(config: RunConfig) -> bool:
+    """Return whether a trained model without its adapters is the one from which the run started."""
+    lora = config.lora
+    at_zero = not lora.is_variant and config.section(HuggingFaceConfig).adapter_path is None
+    return lora.lora_rank is not None and at_zero and not lora.lora_modules_to_save
 
 
 @contextmanager
@@ -509,6 +523,11 @@ def rules(given: RunConfig, run: RunConfig) -> list[str]:
     """Return a sentence on each flag of a GPT that this program cannot follow."""
     errors = list(GPT.rules(given, run))
     folder = run.section(DpoFlags).dpo_reference_hf
+    if folder is not None and run.lora.lora_quantize_weights is not None:
+        errors.append(
+            "`--dpo-reference-hf` takes the place of weights for a while, which those of "
+            "`--lora-quantize-weights` do not allow; leave one out."
+        )
     if folder is not None and run.optimizer.shards_weights:
         errors.append(
             "`--dpo-reference-hf` needs whole weights on each rank, which `--data-parallel-sharding"

@@ -7,8 +7,7 @@
 # 2. the model is trained; the log shows how often it prefers the chosen answer (rewards/accuracies)
 # 3. CHECKPOINTS/hf gets the trained model for transformers and vLLM
 #
-# MORE sets further flags, such as MORE="--lora-rank 16 --lora-alpha 32": the reference is then the model
-# with its adapters switched off. SMOKE=1 makes a toy task and trains a tiny model on it from nothing.
+# MORE sets further flags, such as MORE="--lora-rank 16 --lora-alpha 32". SMOKE=1 makes a toy task and trains a tiny model on it from nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/lib/venv.sh

@@ -366,7 +366,8 @@ def read_run_config(root: Path, step: int | None = None) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(
             f"{path} is missing, so `--use-checkpoint-args` has nothing to read; give the flags "
-            "of the model instead."
+            "of the model instead, or import a checkpoint of Megatron-LM with "
+            "`tools/convert_checkpoint.py import --checkpoint`."
         )
     return read_settings(standing_folder_of(root, iteration))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,13 +194,16 @@ def flags_of(made: Path, words: str) -> list[str]:
     return [*RUN, *data, *words.split()]
 
 
-def test_adapters_switched_off_are_the_reference_and_chosen_answers_win(
-    made: Path, tmp_path: Path
+@pytest.mark.parametrize("start", ["kaiming", "pissa"])
+def test_the_start_is_the_reference_and_chosen_answers_win(
+    made: Path, tmp_path: Path, start: str
 ) -> None:
-    words = "--lora-rank 8 --lora-alpha 16 --train-iters 16 --global-batch-size 4"
+    words = (
+        f"--lora-init {start} --lora-rank 8 --lora-alpha 16 --train-iters 16 --global-batch-size 4"
+    )
     rows = train_steps(flags_of(made, words), tmp_path / "run", 1, task=TASK)
     assert rows[0]["dpo loss"] == pytest.approx(math.log(2))
-    assert rows[0]["rewards/margins"] == 0
+    assert rows[0]["rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert rows[-1]["rewards/accuracies"] == 1
     assert rows[-1]["rewards/margins"] > 1 > 5 * rows[-1]["dpo loss"]
 
@@ -213,6 +217,25 @@ def test_a_resumed_run_goes_on_to_the_same_bits(made: Path, tmp_path: Path, word
     rest = train_steps([*flags, "--load", str(tmp_path / "cut")], tmp_path / "cut", 2, task=TASK)
     for key in NAMES:
         assert [row[key] for row in rest][-2:] == [row[key] for row in whole][-2:]
+
+
+@pytest.mark.slow
+def test_lost_scores_are_computed_again_without_the_adapters_or_refused(
+    made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in ("--lora-rank 4", ""):
+        save = tmp_path / ("adapters" if words else "whole")
+        flags = flags_of(made, f"{words} --train-iters 4 --save-interval 2")
+        train_steps([*flags, "--exit-interval", "2"], save, 2, task=TASK)
+        before = np.load(save / "reference.npz")["scores"]
+        (save / "reference.npz").unlink()
+        code, rows = train_on_ranks([*flags, "--load", str(save)], ranks=2, save=save, task=TASK)
+        if words:
+            assert np.allclose(before, np.load(save / "reference.npz")["scores"], atol=1e-4)
+            assert rows[-1]["iteration"] == 4
+        else:
+            assert code == 2
+            assert "give the starting model by `--dpo-reference-hf`" in capfd.readouterr().err
 
 
 BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str, str]] = {

@@ -20,13 +20,14 @@ from megatron_ext.config.precision import PRECISIONS
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
-from megatron_ext.text.convert.foreign import rank_files, sharded, universal
+from megatron_ext.parallel.context import ParallelContext
+from megatron_ext.text.convert.foreign import distributed, rank_files, sharded, universal
 from megatron_ext.text.convert.foreign.arguments import sections_of, tokenizer_of
 from megatron_ext.text.convert.foreign.source import Key, Source, key_of, shown
 from megatron_ext.text.convert.huggingface import NO_TRAINING, build_bare
 from megatron_ext.text.task import TEXT
 
-_HEAD, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 _TRACKERS = (TRACKER, "latest_universal", "latest")
 """Files in a folder of checkpoints that name the latest one."""
 
@@ -49,14 +50,28 @@ class ForeignImport:
 
 @dataclass(frozen=True)
 class _Form:
-    """A form of checkpoints: its name, how to recognize a folder of it, and how to open one."""
+    """A form of checkpoints.
+
+    Attributes:
+        name: the form's name, for the user.
+        fits: tells whether a folder is of the form.
+        open: opens a folder.
+        loads: fills a whole model from the folder; None if `Source.tensors` has the weights.
+    """
 
     name: str
     fits: Callable[[Path], bool]
     open: Callable[[Path], Source]
+    loads: Callable[[Path, Any, ParallelContext], None] | None = None
 
 
 _FORMS = (
+    _Form(
+        "Megatron-LM's `torch_dist`",
+        distributed.is_distributed,
+        distributed.open_distributed,
+        distributed.load_distributed,
+    ),
     _Form("Megatron-LM's `torch`", rank_files.is_torch_format, rank_files.open_torch_format),
     _Form("Megatron-LM's `fsdp_dtensor`", sharded.is_sharded, sharded.open_sharded),
     _Form("DeepSpeed's universal checkpoint", universal.is_universal, universal.open_universal),
@@ -83,9 +98,12 @@ def import_foreign(order: ForeignImport) -> tuple[list[str], list[str]]:
         config, words, notes = _configuration(source, order)
         with conversion.one_rank(config.training.seed) as context:
             chunk = build_bare(config, context)
-            for shard in conversion.weight_shards(chunk):
-                _fill(shard, source, config)
-            notes += _check_rest(source, config)
+            if form.loads is None:
+                for shard in conversion.weight_shards(chunk):
+                    _fill(shard, source, config)
+                notes += _check_rest(source, config)
+            else:
+                form.loads(folder, chunk, context)
             conversion.save_imported(chunk, config.checkpoint, context, config.to_dict())
     said = "" if source.iteration is None else f" of iteration {source.iteration}"
     notes.insert(0, f"{folder} is {form.name}{said}; only its weights are imported")
@@ -121,11 +139,6 @@ def _folder(order: ForeignImport) -> Path:
 
 
 def _unknown(folder: Path) -> str:
-    if (folder / "metadata.json").is_file():
-        return (
-            f"{folder} is a checkpoint of megatron-core (`torch_dist`), which needs no import: "
-            "train with `--load` and `--finetune`."
-        )
     if (folder / "config.json").is_file():
         return f"{folder} is a Hugging Face model; give it with `--hf`."
     known = ", ".join(form.name for form in _FORMS)
@@ -147,8 +160,7 @@ def _configuration(source: Source, order: ForeignImport) -> tuple[RunConfig, lis
         model.get("untie_embeddings_and_output_weights")
     )
     tokenizer, notes = tokenizer_of(source.arguments)
-    embedding = source.tensors[_EMBEDDING].parts[0]().dtype
-    dtype = order.dtype or str(embedding).removeprefix("torch.")
+    dtype = order.dtype or str(source.dtype).removeprefix("torch.")
     if dtype not in PRECISIONS:
         raise CheckpointError(
             f"{source.path} holds weights in {dtype}; give `--dtype`, one of "

@@ -26,6 +26,7 @@ from megatron_ext.text.convert.foreign.source import Key, Source, Stored, argume
 INERT = "megatron deepspeed apex transformers datetime numpy".split()
 """Packages whose objects may be among the flags and states of a file; none of their code is run."""
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
+_EMBEDDING = "embedding.word_embeddings.weight"
 _WEIGHTS = re.compile(r"model(\d*)$")
 _LAYER_NUMBER = re.compile(r"^(decoder\.layers\.)(\d+)(\..+)$")
 _MODULE_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt$")
@@ -107,6 +108,7 @@ def open_torch_format(folder: Path) -> Source:
         iteration=content.get("iteration"),
         tensors={key: _stored(parts) for key, parts in tensors.items()},
         vocabulary=_rows(tensors, folder),
+        dtype=tensors[_EMBEDDING][0][1].dtype,
         unused=unused,
     )
 
@@ -144,6 +146,7 @@ def open_deepspeed(folder: Path) -> Source:
         iteration=content.get("iteration"),
         tensors={key: _stored(parts) for key, parts in tensors.items()},
         vocabulary=_rows(tensors, folder),
+        dtype=tensors[_EMBEDDING][0][1].dtype,
         unused=unused,
     )
 
@@ -326,7 +329,7 @@ def _itself(value: Tensor) -> Tensor:
 
 
 def _rows(tensors: Mapping[Key, list[tuple[str, Tensor]]], folder: Path) -> int:
-    parts = tensors.get("embedding.word_embeddings.weight")
+    parts = tensors.get(_EMBEDDING)
     if parts is None:
         raise CheckpointError(
             f"{folder} holds no embedding of a GPT; give a checkpoint of pretrain_gpt.py."

@@ -76,6 +76,7 @@ def open_sharded(folder: Path) -> Source:
         iteration=named.get("iteration"),
         tensors=tensors,
         vocabulary=weights[embedding].size[0],
+        dtype=weights[embedding].properties.dtype,
         unused=unused,
         opened=index_kept(folder),
     )

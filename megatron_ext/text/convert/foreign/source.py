@@ -114,6 +114,7 @@ class Source:
         iteration: the number of steps that it had made; None if the checkpoint does not tell.
         tensors: the tensors of the whole model, by key.
         vocabulary: number of rows of the embedding.
+        dtype: dtype of the embedding.
         unused: names of what is in the checkpoint but not imported, each with the reason.
         opened: a context in which tensors can be read.
     """
@@ -123,6 +124,7 @@ class Source:
     iteration: int | None
     tensors: dict[Key, Stored]
     vocabulary: int
+    dtype: torch.dtype
     unused: dict[str, str] = field(default_factory=dict)
     opened: AbstractContextManager[Any] = field(default_factory=nullcontext)
 

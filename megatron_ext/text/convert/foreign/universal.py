@@ -52,12 +52,14 @@ def open_universal(folder: Path) -> Source:
         raise CheckpointError(
             f"{folder} holds no embedding of a GPT; give a checkpoint of Megatron-DeepSpeed."
         )
+    rows = embedding.parts[0]()
     return Source(
         path=folder,
         arguments=arguments,
         iteration=content.get("iteration"),
         tensors=tensors,
-        vocabulary=embedding.parts[0]().shape[0],
+        vocabulary=rows.shape[0],
+        dtype=rows.dtype,
         unused={"exp_avg, exp_avg_sq": "state of the optimizer: only the weights are imported"},
     )
 
