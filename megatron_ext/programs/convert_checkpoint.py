@@ -125,6 +125,17 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
         help="sequence length that --use-checkpoint-args gives (the longest position)",
     )
     language.add_argument(
+        "--resize-vocabulary",
+        choices=("mean", "noise", "normal"),
+        help="let the vocabulary grow if the tokenizer has more entries; how new rows are made is "
+        "said by the flag of this name (docs/huggingface.md)",
+    )
+    language.add_argument(
+        "--tokenizer-model",
+        type=Path,
+        help="folder of the tokenizer, such as one with added tokens (that of --hf)",
+    )
+    language.add_argument(
         "--verify",
         action="store_true",
         help="compare logits of the imported model with those of transformers, which takes memory "
@@ -205,7 +216,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 _LANGUAGE = (
     "target_tensor_parallel_size make_vocab_size_divisible_by seq_length hf_like vocab_size "
-    "quantization"
+    "quantization resize_vocabulary tokenizer_model"
 ).split()
 _VIDEO = "entry network naming prefix".split()
 

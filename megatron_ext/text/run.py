@@ -80,7 +80,7 @@ def with_tokenizer(config: RunConfig) -> tuple[RunConfig, Tokenizer]:
     """
     tokenizer = build_tokenizer(config.section(TokenizerConfig))
     if loads_folder(config):
-        later(f"{FOLDERS}:check_vocabulary")(config, tokenizer.vocab_size)
+        config = later(f"{FOLDERS}:fit_vocabulary")(config, tokenizer.vocab_size)
     model = padded_to_ranks(config.model, config.parallel, tokenizer.vocab_size)
     note = padding_note(config.model, model, config.parallel.tensor_model_parallel_size)
     if note is not None and int(os.environ.get("RANK", "0")) == 0:

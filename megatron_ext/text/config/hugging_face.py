@@ -22,6 +22,14 @@ class HuggingFaceConfig(Changeable):
         "where no checkpoint is loaded, the initial weights",
         from_checkpoint=False,
     )
+    resize_vocabulary: str | None = flag(
+        None,
+        "let the vocabulary of --load-hf grow to the tokenizer's; new rows are the mean of the old "
+        "ones, with a little noise of their covariance as transformers draws them, or normal, by "
+        "the folder's initializer_range",
+        choices="mean noise normal",
+        from_checkpoint=False,
+    )
     save_hf: str | None = flag(
         None,
         "folder for Hugging Face models of this run, one in iter_<step> at the end",
@@ -55,15 +63,19 @@ class HuggingFaceConfig(Changeable):
     origin: dict[str, Any] | None = derived()
     """The content of the config.json of the Hugging Face model from which the weights come.
 
-    None if the weights come from no such model.
+    None if the weights come from no such model. Its vocabulary is that of the run.
     """
+    grown_vocabulary: int | None = derived()
+    """Number of entries to which the vocabulary of ``load_hf`` has grown; None if it has not."""
 
     def model(self) -> HuggingFaceModel | None:
         """Return the parsed config.json of the Hugging Face model that gave the weights, if any."""
         if self.load_hf is not None:
             from megatron_ext.text.convert.config import read_model
 
-            return read_model(Path(self.load_hf))
+            model = read_model(Path(self.load_hf))
+            grown = self.grown_vocabulary
+            return model if grown is None else model.with_vocabulary(grown)
         if self.origin is not None:
             from megatron_ext.text.convert.config import parse_model
 

@@ -89,6 +89,21 @@ class HuggingFaceModel:
             return self
         return self.wrapping.text
 
+    @property
+    def initializer_range(self) -> float:
+        """Return the standard deviation with which transformers draws new weights."""
+        text = self if self.wrapping is None else self.wrapping.text
+        return float(getattr(_configuration(text.raw), "initializer_range", 0.02))
+
+    def with_vocabulary(self, size: int) -> HuggingFaceModel:
+        """Return the model with a vocabulary of ``size`` entries."""
+        if self.wrapping is None:
+            return replace(self, vocab_size=size, raw={**self.raw, "vocab_size": size})
+        text = self.wrapping.text.with_vocabulary(size)
+        key = self.wrapping.kind.key
+        raw = {**self.raw, key: {**(self.raw.get(key) or {}), "vocab_size": size}}
+        return replace(self, vocab_size=size, raw=raw, wrapping=replace(self.wrapping, text=text))
+
     def sections(self) -> Gpt:
         """Return our configuration sections that describe this model."""
         return Gpt.of_fields(self.fields)

@@ -41,14 +41,15 @@ from megatron_ext.text.convert.config import (
     tokenizer_files,
 )
 from megatron_ext.text.convert.family import Gpt, words_of
+from megatron_ext.text.convert.growth import Growth
 from megatron_ext.text.convert.quantizing import Quantizer
 from megatron_ext.text.convert.reading import check_one_dtype, load_folder, without_missing_depths
 from megatron_ext.text.convert.table import Table
-from megatron_ext.text.convert.training import ids_of, special_tokens
+from megatron_ext.text.convert.training import ids_of, special_tokens, tokenizer_of
 from megatron_ext.text.convert.writing import write_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.text.task import TEXT
-from megatron_ext.text.tokenizers import TokenizerConfig
+from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 
 NO_TRAINING = "--micro-batch-size 1 --skip-train".split()
 """Flags for a run that does not train; every configuration needs a micro-batch size."""
@@ -96,11 +97,17 @@ def export_model(order: Export) -> list[str]:
             "bits (`--lora-quantize-weights`); merge both with `tools/lora.py merge` first."
         )
     config = stored_run(order, stored)
-    like = config.section(HuggingFaceConfig).model()
+    origin = config.section(HuggingFaceConfig).model()
+    like = None if origin is None else origin.alone()
+    copied: list[Path] = []
     if order.like is not None:
         like = read_model(order.like)
-    elif like is not None:
-        like = like.alone()
+        copied = files_to_copy(like)
+        if origin is not None and origin.vocab_size > like.vocab_size:
+            # The run's vocabulary has grown, and so has its tokenizer.
+            like = like.with_vocabulary(origin.vocab_size)
+            own = tokenizer_of(TokenizerConfig(**stored.get("tokenizer") or {}))
+            copied = own + [x for x in copied if x.name not in {path.name for path in own}]
     vocab_size, notes = _vocab_size(order, config.model.padded_vocab_size or 0, like)
     safetensors_files.check_target(order.target)
     dtype = params_dtype(config.precision)
@@ -135,7 +142,7 @@ def export_model(order: Export) -> list[str]:
             content,
             num_layers=config.model.num_layers or 0,
             dtype=dtype,
-            copied=() if order.like is None or like is None else files_to_copy(like),
+            copied=copied,
             generation=ids_of(content),
             like=like,
             card=partial(_card, order, content["model_type"], stored, like),
@@ -242,6 +249,9 @@ class Import:
         seq_length: ``--seq-length`` to store for ``--use-checkpoint-args``; None stores the model's
             max_position_embeddings.
         verify: whether to compare logits with transformers before anything is written.
+        resize_vocabulary: how the vocabulary gets new rows if the tokenizer has more entries, as
+            the flag of this name says; None lets it be.
+        tokenizer_model: folder of the tokenizer; None takes that of the source, if it has one.
     """
 
     source: Path
@@ -251,6 +261,16 @@ class Import:
     make_vocab_size_divisible_by: int = 128
     seq_length: int | None = None
     verify: bool = False
+    resize_vocabulary: str | None = None
+    tokenizer_model: Path | None = None
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """Return the folder of the tokenizer; None if there is none."""
+        if self.tokenizer_model is not None:
+            return self.tokenizer_model
+        files = tokenizer_files(self.source)
+        return self.source if any(path.name.startswith("tokenizer") for path in files) else None
 
 
 def import_model(order: Import) -> tuple[list[str], list[str]]:
@@ -262,19 +282,41 @@ def import_model(order: Import) -> tuple[list[str], list[str]]:
     model = without_missing_depths(read_model(order.source))
     conversion.refuse_checkpoints(order.save)
     dtype = order.dtype or check_one_dtype(model)
-    words = words_of_model(model, order, dtype)
+    growth = _growth(order)
+    grown = model if growth is None else model.with_vocabulary(growth.new)
+    words = words_of_model(grown, order, dtype)
     keeping = ["--save", str(order.save), "--no-save-optim", "--no-save-rng"]
     flags = [*words, *NO_TRAINING, *keeping]
     config = parse_args(flags, TEXT, world_size=1, device="cpu").config
     expected = reference_logits(model) if order.verify else None
     with conversion.one_rank(config.training.seed) as context:
         chunk = build_bare(config, context)
-        notes = load_folder([chunk], order.source, context).notes
+        notes = load_folder([chunk], order.source, context, growth=growth).notes
+        notes += [] if growth is None else [growth.note()]
         if expected is not None:
             notes.append(compare_logits(chunk, model, *expected))
-        stored = config.with_section(HuggingFaceConfig(origin=model.raw)).to_dict()
+        stored = config.with_section(HuggingFaceConfig(origin=grown.raw)).to_dict()
         conversion.save_imported(chunk, config.checkpoint, context, stored)
     return words, notes
+
+
+def _growth(order: Import) -> Growth | None:
+    """Return how the vocabulary grows to the tokenizer's; None if it does not."""
+    method = order.resize_vocabulary
+    if method is None:
+        return None
+    folder = order.tokenizer
+    if folder is None:
+        raise CheckpointError(
+            f"`--resize-vocabulary` needs a tokenizer, which {order.source} has not; give its "
+            "folder by `--tokenizer-model`."
+        )
+    settings = TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder.resolve())
+    )
+    size = build_tokenizer(settings).vocab_size
+    growth = Growth.of(order.source, size, method, RunConfig().training.seed)
+    return growth if growth.count > 0 else None
 
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -350,7 +392,7 @@ def words_of_model(model: HuggingFaceModel, order: Import, dtype: str) -> list[s
         ),
     }
     words = [*words_of(fields), *PRECISIONS[dtype]]
-    if any(path.name.startswith("tokenizer") for path in tokenizer_files(order.source)):
-        folder = str(order.source.resolve())
+    if order.tokenizer is not None:
+        folder = str(order.tokenizer.resolve())
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
     return words

@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import on_every_rank, union_of_all_ranks
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.convert.config import HuggingFaceModel, read_model
+from megatron_ext.text.convert.growth import Growth
 from megatron_ext.text.convert.multimodal import roots_of
 from megatron_ext.text.convert.quantization import ENTRY, read_quantization
 from megatron_ext.text.convert.stored import FP8, Finder
@@ -60,18 +62,20 @@ def load_folder(
     context: ParallelContext,
     *,
     may_lack_depths: bool = True,
+    growth: Growth | None = None,
 ) -> Loaded:
     """Fill this rank's model chunks with the weights of a Hugging Face folder.
 
     All ranks call this together. The chunks may be wrapped, for example by DDP. LoRA adapters keep
     their values. If the folder has no weights for the MTP depths, the depths keep their values too;
     if ``may_lack_depths`` is False, raise a CheckpointError instead. An optimizer that was built
-    before must copy the model's new weights afterwards.
+    before must copy the model's new weights afterwards. With ``growth``, the vocabulary of the
+    chunks has more entries than the folder's, and the new ones are filled.
 
     Raise a CheckpointError on every rank if a tensor is missing, superfluous, or of another shape.
     """
     what = f"{folder} cannot be read"
-    reading = _Reading(folder, chunks)
+    reading = _Reading(folder, chunks, growth)
     try:
         needs = union_of_all_ranks(on_every_rank(reading.open, what), context)
         decoder, depths = (
@@ -92,8 +96,11 @@ class _Reading:
     All ranks call `open`, `check` and `fill`, in this order.
     """
 
-    def __init__(self, folder: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    def __init__(
+        self, folder: Path, chunks: Sequence[torch.nn.Module], growth: Growth | None
+    ) -> None:
         self.folder = folder
+        self.growth = growth
         self.notes: list[str] = []
         self.chunks = unwrap_model(list(chunks))
         self.shards = [shard for chunk in self.chunks for shard in weight_shards(chunk)]
@@ -185,6 +192,9 @@ class _Reading:
                     rows, index = overlap
                     target = shard.tensor[rows]
                     self.source.copy(run.tensor, index, target, transposed=run.transposed)
+            if shard.is_vocabulary and self.growth is not None:
+                tensor = self._runs(shard)[0].tensor
+                self.growth.fill(shard, partial(self.source.rows, tensor))
 
     def _memory(self) -> Iterable[Shard]:
         """Return the shards with memory to write to, if only for a moment (`layers.quantized`)."""
@@ -265,6 +275,19 @@ class WeightFolder(TensorFolder):
             index: Index = (*own, slice(0, rows), slice(0, columns))
             self.copy(name, index, values[own], transposed=False)
         return values
+
+    def rows(self, name: str, first: int, end: int) -> Tensor:
+        """Return the rows of a table of the vocabulary from ``first`` to ``end - 1``."""
+        shape = (end - first, *self.shape_of(name)[1:])
+        rows = torch.empty(shape, dtype=torch.float32)
+        index: Index = (slice(first, end), *(slice(0, size) for size in shape[1:]))
+        self.copy(name, index, rows, transposed=False)
+        return rows
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight in the model."""
+        quantized = self.quantized.get(name)
+        return tuple(self.shape(name) if quantized is None else quantized.shape)
 
     def copy(self, name: str, index: Index, target: Tensor, *, transposed: bool) -> None:
         """Copy a slice of the weight ``name`` to ``target``.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from megatron_ext.train.run import Run
 if TYPE_CHECKING:
     from megatron_ext.checkpoint.adapters import FrozenBase
     from megatron_ext.text.convert.config import HuggingFaceModel
+    from megatron_ext.text.convert.growth import Growth
     from megatron_ext.train.batch_size import Progress
 
 
@@ -126,6 +128,15 @@ def folder_errors(run: RunConfig) -> list[str]:
                     "leave one out",
                 )
             )
+    elif given.resize_vocabulary is not None:
+        errors.append(
+            FlagError(
+                "--resize-vocabulary",
+                given.resize_vocabulary,
+                "needs `--load-hf`, whose vocabulary it lets grow",
+                "give the folder of a model, or leave it out",
+            )
+        )
     if given.save_hf is None:
         errors += [
             FlagError(f"--save-hf-{name}", None, "needs `--save-hf`", "give a folder")
@@ -170,16 +181,31 @@ def _quantization_errors(run: RunConfig) -> list[FlagError]:
     return [] if error is None else [FlagError(flag, given.save_hf_quantization, *error)]
 
 
-def check_vocabulary(config: RunConfig, vocab_size: int) -> None:
-    """Raise a ConfigError if the tokenizer has more entries than the model of ``--load-hf``."""
+def fit_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
+    """Return the configuration with a vocabulary for all ``vocab_size`` entries of the tokenizer.
+
+    With ``--resize-vocabulary``, the vocabulary of ``--load-hf`` grows to them if it has fewer.
+    Raise a ConfigError without the flag.
+    """
     given = config.section(HuggingFaceConfig)
     source = given.model()
-    if source is not None and vocab_size > source.vocab_size:
+    if source is None or vocab_size <= source.vocab_size:
+        return config
+    if given.resize_vocabulary is None:
         raise ConfigError(
             f"The tokenizer has {vocab_size} entries, but the model of `--load-hf` "
             f"({given.load_hf}) has {source.vocab_size}; give the tokenizer that it was trained "
-            "with."
+            "with, or `--resize-vocabulary noise` for new rows."
         )
+    model = config.model
+    if (model.padded_vocab_size or 0) < vocab_size:
+        # It is that of the folder: one that was given is at least as large, or refused.
+        ranks = config.parallel.tensor_model_parallel_size
+        padded = padded_size(vocab_size, model.make_vocab_size_divisible_by, ranks)
+        model = dataclasses.replace(model, padded_vocab_size=padded)
+    raw = source.with_vocabulary(vocab_size).raw
+    grown = dataclasses.replace(given, origin=raw, grown_vocabulary=vocab_size)
+    return dataclasses.replace(config, model=model).with_section(grown)
 
 
 def is_folder(path: str) -> bool:
@@ -214,8 +240,43 @@ def load_initial_weights(
     from megatron_ext.text.convert.reading import load_folder
 
     draws = config.model.perform_initialization and config.lora.lora_quantize_weights is None
-    loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws)
-    return [f"loaded {folder} (Hugging Face)", *loaded.notes]
+    growth = _growth(config)
+    loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws, growth=growth)
+    notes = [f"loaded {folder} (Hugging Face)", *loaded.notes]
+    return notes if growth is None else [*notes, *_growth_notes(growth, chunks)]
+
+
+def _growth(config: RunConfig) -> Growth | None:
+    """Return how the vocabulary of ``--load-hf`` grows in this run; None if it does not."""
+    given = config.section(HuggingFaceConfig)
+    if given.grown_vocabulary is None or given.load_hf is None:
+        return None
+    from megatron_ext.text.convert.growth import Growth
+
+    assert given.resize_vocabulary is not None
+    return Growth.of(
+        Path(given.load_hf), given.grown_vocabulary, given.resize_vocabulary, config.training.seed
+    )
+
+
+def _growth_notes(growth: Growth, chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Return what is new in the vocabulary, and a note if it is not trained.
+
+    The rank that prints it has the word embedding.
+    """
+    notes = [growth.note()]
+    tables = [
+        parameter
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if getattr(parameter, "is_embedding_or_output_parameter", False)
+    ]
+    if tables and not any(table.requires_grad for table in tables):
+        notes.append(
+            "The new rows of the vocabulary are not trained, since the word embedding is frozen; "
+            "what new tokens mean is learnt only if it is trained."
+        )
+    return notes
 
 
 class HuggingFaceFolders(Callback):
@@ -252,7 +313,12 @@ class HuggingFaceFolders(Callback):
         run = self.run
         iteration = self.run.progress.iteration
         target = self._folder / name_of(iteration)
-        with run.parameter_gather.paused():
+        whole: AbstractContextManager[None] = nullcontext()
+        if run.config.optimizer.shards_weights:
+            from megatron_ext.layers.weight_shards import whole_weights
+
+            whole = whole_weights(run.chunks)
+        with run.parameter_gather.paused(), whole:
             write_run(target, run.config, run.chunks, run.context, run.progress)
         self._written = iteration
         if run.context.rank == 0:
@@ -290,7 +356,7 @@ def write_run(
     if like is not None and like.wrapping is None:
         content |= other_tokens(config, like.raw, tokens)
     table = fitting_family(gpt).table(gpt, vocab_size) if like is None else None
-    copied = _tokenizer_of(config)
+    copied = tokenizer_of(config.section(TokenizerConfig))
     if like is not None:
         table = like.table_of(gpt, vocab_size)
         own = {path.name for path in copied}
@@ -395,9 +461,8 @@ def merged_weights(chunks: Sequence[torch.nn.Module]) -> Callable[[Tensor], Tens
     return lambda parameter: merged[id(parameter)]() if id(parameter) in merged else parameter
 
 
-def _tokenizer_of(config: RunConfig) -> list[Path]:
+def tokenizer_of(tokenizer: TokenizerConfig) -> list[Path]:
     """Return the tokenizer's files if it is a Hugging Face tokenizer in a local folder, else []."""
-    tokenizer = config.section(TokenizerConfig)
     folder = tokenizer.tokenizer_model
     if tokenizer.tokenizer_type != "HuggingFaceTokenizer" or folder is None:
         return []
