@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,6 +112,7 @@ class Growth:
             apart = rows(*each).float() - mean
             covariance.addmm_(apart.T, apart)
         covariance *= SHARE / self.old
-        if not constraints.positive_definite.check(covariance):
+        check: Any = constraints.positive_definite.check
+        if not check(covariance):
             return mean.expand(self.count, -1)
         return MultivariateNormal(mean, covariance_matrix=covariance).sample((self.count,))

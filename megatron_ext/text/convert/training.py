@@ -241,7 +241,8 @@ def load_initial_weights(
 
     draws = config.model.perform_initialization and config.lora.lora_quantize_weights is None
     growth = _growth(config)
-    loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws, growth=growth)
+    more = {} if growth is None else {"growth": growth}
+    loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws, **more)
     notes = [f"loaded {folder} (Hugging Face)", *loaded.notes]
     return notes if growth is None else [*notes, *_growth_notes(growth, chunks)]
 

@@ -38,7 +38,7 @@ def grown_flags(source: Path, size: int, *more: str) -> list[str]:
 
 
 class Resized:
-    """What transformers makes of a model's tables, drawn with our seeds."""
+    """A model of transformers whose tables it has resized, drawn with our seeds."""
 
     def __init__(self, source: Path, size: int, method: str) -> None:
         self.model: Any = class_of(source)
@@ -111,7 +111,7 @@ def added(folder: Path, count: int) -> Path:
 
 
 def test_the_tool_lets_a_vocabulary_grow_to_that_of_a_tokenizer(tmp_path: Path) -> None:
-    """What is exported then has the tokenizer, and all rows, whatever folder it is to be like."""
+    """An export then has the tokenizer, and all rows, whatever folder it is to be like."""
     size = len(AutoTokenizer.from_pretrained(hf_folder()))
     source = make("llama", tmp_path / "hf", changed={"vocab_size": size})
     tokenizer = added(tmp_path / "tokenizer", 3)
