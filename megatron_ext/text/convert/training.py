@@ -224,7 +224,9 @@ def fill_model(
     from megatron_ext.text.convert.reading import load_folder
 
     folder = Path(path).resolve()
-    load_folder(chunks, folder, context, may_lack_depths=False)
+    growth = _growth(config, folder)
+    more = {} if growth is None else {"growth": growth}
+    load_folder(chunks, folder, context, may_lack_depths=False, **more)
     return FrozenBase(str(folder), digest_of_weights(folder), "--load-hf")
 
 
@@ -240,24 +242,23 @@ def load_initial_weights(
     from megatron_ext.text.convert.reading import load_folder
 
     draws = config.model.perform_initialization and config.lora.lora_quantize_weights is None
-    growth = _growth(config)
+    growth = _growth(config, Path(folder))
     more = {} if growth is None else {"growth": growth}
     loaded = load_folder(chunks, Path(folder), context, may_lack_depths=draws, **more)
     notes = [f"loaded {folder} (Hugging Face)", *loaded.notes]
     return notes if growth is None else [*notes, *_growth_notes(growth, chunks)]
 
 
-def _growth(config: RunConfig) -> Growth | None:
-    """Return how the vocabulary of ``--load-hf`` grows in this run; None if it does not."""
+def _growth(config: RunConfig, folder: Path) -> Growth | None:
+    """Return how the vocabulary of the model in ``folder`` grows in a run; None if it does not."""
     given = config.section(HuggingFaceConfig)
-    if given.grown_vocabulary is None or given.load_hf is None:
+    if given.grown_vocabulary is None:
         return None
     from megatron_ext.text.convert.growth import Growth
 
     assert given.resize_vocabulary is not None
-    return Growth.of(
-        Path(given.load_hf), given.grown_vocabulary, given.resize_vocabulary, config.training.seed
-    )
+    seed = config.training.seed
+    return Growth.of(folder, given.grown_vocabulary, given.resize_vocabulary, seed)
 
 
 def _growth_notes(growth: Growth, chunks: Sequence[torch.nn.Module]) -> list[str]:
