@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.text.generation.sampling import Sampling
-from tests.text.convert.models import imported, make
+from tests.text.convert.models import imported, make, make_tiny
+from tests.text.convert.settings import SETTINGS
 from tests.text.generation.tiny import NEW_TOKENS, ours, plainly, theirs
 from tests.text.model.test_families import FAMILIES as PARTS
 from tests.training_runs import train
@@ -135,6 +136,13 @@ def test_later_families_write_the_same_on_one_rank_and_in_parallel(
     words = ["--sequence-parallel", "--expert-tensor-parallel-size", "1"] if "etp" in sizes else []
     assert ours(source, [GREEDY], tmp_path / "one")[0] == expected
     assert ours(source, [GREEDY], tmp_path / "parallel", words, **sizes)[0] == expected
+
+
+@pytest.mark.parametrize("name", ["falcon", pytest.param("cohere", marks=pytest.mark.slow)])
+def test_layers_side_by_side_write_what_transformers_writes(name: str, tmp_path: Path) -> None:
+    source = make_tiny({"model_type": name, **SETTINGS[name][0]}, tmp_path / "hf")
+    sizes = {"tp": 2} if name == "falcon" else {"pp": 2}
+    assert ours(source, [GREEDY], tmp_path / "parallel", **sizes)[0] == theirs(source)
 
 
 IN_PARTS = ("gpt_oss", "gemma2", "gemma3", "phi3")
