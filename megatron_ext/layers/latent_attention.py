@@ -233,7 +233,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
         length = shared.size(0) * self.pg_collection.cp.size()
         fuses = fusions_of(config).rotary
         function = latent_heads if fuses else split_latent_heads
-        return function(
+        query, key, value = function(
             query,
             keys_and_values,
             shared,
@@ -241,6 +241,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
             self.num_attention_heads_per_partition,
             config.v_head_dim,
         )
+        return self._grown(query, length), key, value
 
     def _projected_query(self, query_input: Tensor) -> Tensor:
         """Return this rank's queries ``[s, b, n * dk]``, not yet rotated."""
@@ -255,7 +256,18 @@ class LatentAttention(Attention):  # type: ignore[misc]
         query = torch.unflatten(query, -1, (self.num_attention_heads_per_partition, -1))
         width = self.config.qk_head_dim
         turned = rotated(query[..., width:], *self._table(length, query.dtype), True)
-        return torch.cat((query[..., :width], turned), dim=-1)
+        return self._grown(torch.cat((query[..., :width], turned), dim=-1), length)
+
+    def _grown(self, query: Tensor, length: int) -> Tensor:
+        """Return the queries ``[s, b, n, dk]`` times the factors of their positions, if any.
+
+        ``length`` is the number of tokens of all context-parallel ranks.
+        """
+        if getattr(self.config, "llama_4_scaling_beta", None) is None:
+            return query
+        tables, _ = self.rotary_pos_emb(length)
+        factors: Tensor = tables[:, :, 1:, :1]
+        return query * factors.to(query.dtype)
 
     def rotated_shared(self, shared: Tensor) -> Tensor:
         """Return the rotated k_r ``[s, b, dr]``, which all heads share."""
@@ -268,18 +280,41 @@ class LatentAttention(Attention):  # type: ignore[misc]
         ``length`` is the number of tokens of all these ranks.
         """
         rotary = self.rotary_pos_emb(length)
-        angles, factor = rotary if isinstance(rotary, tuple) else (rotary, 1.0)
+        tables, factor = rotary if isinstance(rotary, tuple) else (rotary, 1.0)
+        angles = tables[:, :, :1]
         if factor == 1.0:
             return table_of(angles, dtype, interleaved=False)
         cos, sin = table_of(angles, torch.float32, interleaved=False)
         return (cos * factor).to(dtype), (sin * factor).to(dtype)
 
 
+class GrowingYarn(YarnRotaryEmbedding):  # type: ignore[misc]
+    """megatron-core's YaRN, whose angles are followed by factors that grow with the position.
+
+    The factor of position p is ``1 + growth * ln(1 + floor(p / l))``, where l is the length for
+    which the model was trained before (Llama 4, and Mistral 4).
+    """
+
+    def __init__(self, channels: int, growth: float, **settings: Any) -> None:
+        # The base class computes angles while it is built.
+        self.growth = growth
+        super().__init__(channels, **settings)
+
+    def get_emb(self, max_seq_len: int, offset: int = 0) -> tuple[Tensor, float]:
+        """Return angles and factors ``[s, 1, 2, d]``, and the factor of cosines and sines."""
+        angles, magnitude = super().get_emb(max_seq_len, offset)
+        positions = torch.arange(offset, offset + max_seq_len, device=angles.device)
+        turns = torch.floor(positions / self.original_max_position_embeddings)
+        factors = 1 + self.growth * torch.log(1 + turns)
+        return torch.cat((angles, factors.view(-1, 1, 1, 1).expand_as(angles)), dim=2), magnitude
+
+
 def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> RotaryEmbedding:
     """Return the rotary embedding of a config; called with s, it returns angles ``[s, 1, 1, d]``.
 
     All layers share one module and its cached angles. With YaRN (arXiv:2309.00071) the module
-    returns a tuple: the angles, and a number by which to multiply cosines and sines.
+    returns a tuple: the angles, and a number by which to multiply cosines and sines. The angles are
+    followed by the factors of queries, ``[s, 1, 2, d]``, if these grow with their position.
     """
     settings: dict[str, Any] = {"rotary_base": config.rotary_base}
     if config.rope_type == "yarn":
@@ -291,6 +326,9 @@ def rotary_embedding(config: MLATransformerConfig, cp_group: ProcessGroup) -> Ro
             "mscale": config.mscale,
             "mscale_all_dim": config.mscale_all_dim,
         }
+        growth = getattr(config, "llama_4_scaling_beta", None)
+        if growth is not None:
+            settings["growth"] = growth
     else:
         settings["rotary_percent"] = config.rotary_percent
     return _rotary(config.qk_pos_emb_head_dim, cp_group, **settings)
@@ -304,6 +342,8 @@ def _shared_out(gradient: Tensor, count: int) -> Tensor:
 @functools.lru_cache(maxsize=8)
 def _rotary(channels: int, cp_group: ProcessGroup, **settings: Any) -> RotaryEmbedding:
     kind: Any = YarnRotaryEmbedding if "scaling_factor" in settings else RotaryEmbedding
+    if "growth" in settings:
+        kind = GrowingYarn
     # megatron-core moves the frequencies to the device only when they are first needed.
     made: RotaryEmbedding = kind(
         channels, cp_group=cp_group, use_cpu_initialization=True, **settings

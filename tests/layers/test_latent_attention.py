@@ -60,6 +60,15 @@ def test_each_flag_of_the_angles_counts(context: ParallelContext) -> None:
     torch.testing.assert_close(angles[1, 0, 0, : CHANNELS // 2], want)
     ratio = (0.1 * 0.9 * math.log(4) + 1) / (0.1 * 0.3 * math.log(4) + 1)
     assert math.isclose(factor, ratio, rel_tol=1e-6)
+    growing: Any = rotary_embedding(
+        SimpleNamespace(**given, rope_type="yarn", llama_4_scaling_beta=0.3),
+        cp,  # type: ignore[arg-type]
+    )
+    both, _ = growing(200)
+    torch.testing.assert_close(both[:16, :, :1], angles)
+    for position in (0, 63, 64, 128, 199):
+        want = torch.tensor(1 + 0.3 * math.log(1 + position // 64))
+        torch.testing.assert_close(both[position, 0, 1, 0], want)
 
 
 @ranks()

@@ -17,7 +17,6 @@ REPLACED = {
     "rotary_interleaved": "its channels are always rotated in neighbouring pairs",
     "rope_scaling": "its frequencies are scaled by `--rope-type yarn`",
     "rope_local_base_freq": "all its layers have one base",
-    "llama_4_scaling_beta": "its queries do not grow with their position",
     "qk_layernorm_all_heads": "its norms are those of the vectors before the heads",
     "qk_layernorm_after_rope": "its norms are those of the vectors before the heads",
     "no_rope_freq": "all its layers rotate a part of each head",
@@ -80,7 +79,15 @@ def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
 
 def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> Iterator[FlagError]:
     """Yield an error for each fault in the flags of YaRN (Peng et al., arXiv:2309.00071)."""
+    growth = positions.llama_4_scaling_beta
     if latent.rope_type != "yarn":
+        if growth is not None:
+            yield FlagError(
+                "--llama-4-scaling-beta",
+                f"{growth:g}",
+                f"does not go with `--rope-type {latent.rope_type}`, which has no original length",
+                "use `--rope-type yarn`",
+            )
         return
     share = positions.rotary_percent
     if share != 1:

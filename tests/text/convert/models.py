@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 from megatron_ext.checkpoint.manager import CheckpointManager
 from megatron_ext.config.run import RunConfig
@@ -22,6 +22,8 @@ from megatron_ext.text.model.gpt import build_gpt_chunk
 from megatron_ext.train.launch import fork_ranks
 from tests.training_runs import config_of
 
+# transformers 5.23 has this class, but does not find it by the config.json.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 LENGTH = 24
 SIZES: dict[str, Any] = {
     "vocab_size": 300, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2,

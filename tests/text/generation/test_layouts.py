@@ -75,7 +75,8 @@ def test_experts_windows_and_learned_positions(tmp_path: Path) -> None:
 LATENT = (
     "--multi-latent-attention --qk-layernorm --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 12 --position-embedding-type rope --mscale-all-dim 0.7 "
-    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --normalization RMSNorm"
+    "--rotary-scaling-factor 4 --original-max-position-embeddings 8 --normalization RMSNorm "
+    "--llama-4-scaling-beta 0.5"
 ).split()
 
 

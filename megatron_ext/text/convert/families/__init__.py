@@ -69,6 +69,7 @@ MODULES = {
     "hunyuan_v1_moe": "hunyuan_v1_moe",
     "mellum": "mellum",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
+    "mistral4": "mistral4",
     # older decoders
     "cohere": "cohere",
     "cohere2": "cohere",
@@ -105,6 +106,18 @@ LACKING: dict[str, str] = {
     **dict.fromkeys(("biogpt", "opt"), "learned positions that are counted from 2"),
     "xglm": "sine positions",
     # other
+    "afmoe": "a gate on the output of attention",
+    "axk1": "a norm of the outputs of layers with experts alone",
+    "dbrx": "clipped queries, keys and values",
+    "jetmoe": "experts of attention",
+    "longcat_flash": "experts that return their input, and two attentions in a layer",
+    "phimoe": "SparseMixer's choice of experts",
+    "laguna": "numbers of heads that differ from layer to layer",
+    "mimo_v2_flash": "values of another size than keys",
+    **dict.fromkeys(
+        ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl", "minimax_m3_vl_text"),
+        "an indexer that chooses the tokens to attend to",
+    ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings for each layer"),
     **dict.fromkeys(("gemma4", "gemma4_text"), "heads of another size in layers without a window"),
     **dict.fromkeys(("llama4", "llama4_text"), "attention within chunks of the sequence"),
@@ -118,7 +131,9 @@ MULTIMODAL = {
     kind.model_type: kind
     for kind in (
         Multimodal("gemma3", "Gemma3ForConditionalGeneration", ("gemma3_text",)),
-        Multimodal("mistral3", "Mistral3ForConditionalGeneration", ("ministral3", "mistral")),
+        Multimodal(
+            "mistral3", "Mistral3ForConditionalGeneration", ("ministral3", "mistral", "mistral4")
+        ),
         Multimodal(
             "kimi_k25",
             "Kimi_K25ForConditionalGeneration",

@@ -205,4 +205,26 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             },
         },
     ),
+    "mistral4": (
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 4, "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 4.0,
+                "beta_slow": 1.0, "original_max_position_embeddings": 8, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3,
+                "max_position_embeddings": 64,
+            },
+        },
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "q_lora_rank": None, "n_shared_experts": 2, "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1, "tie_word_embeddings": True,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "beta_fast": 32.0,
+                "beta_slow": 1.0, "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 6 / 18,
+            },
+        },
+    ),
 }  # fmt: skip
