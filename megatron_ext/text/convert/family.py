@@ -267,6 +267,14 @@ class Family:
         fields = dict(self.fixed)
         for entry in self.entries:
             fields |= entry.read(settings)
+        sigmoid = fields.get("moe_router_score_function") == "sigmoid"
+        if sigmoid and fields.get("moe_router_topk") == 1:
+            # transformers divides the only score by itself; megatron-core leaves it as it is.
+            settings.refuse(
+                self.key_of("moe_router_topk"),
+                1,
+                "use a model with 2 or more, since it divides the scores by their sum",
+            )
         return fields
 
     def settings(self, gpt: Gpt) -> dict[str, Any]:

@@ -108,6 +108,7 @@ LACKING: dict[str, str] = {
     # other
     "afmoe": "a gate on the output of attention",
     "axk1": "a norm of the outputs of layers with experts alone",
+    "cohere2_moe": "experts beside attention in one layer",
     "dbrx": "clipped queries, keys and values",
     "jetmoe": "experts of attention",
     "longcat_flash": "experts that return their input, and two attentions in a layer",

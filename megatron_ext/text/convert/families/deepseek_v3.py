@@ -199,7 +199,10 @@ def scaled(key: str) -> Entry:
     """Return the entry ``key``, the factor on the weights of a token's experts."""
 
     def read(settings: Settings) -> Fields:
-        scale = float(settings[key] or 1.0)
+        value = settings[key]
+        scale = 1.0 if value is None else float(value)
+        if scale <= 0:
+            settings.refuse(key, value, "use a model with a positive one")
         return {"moe_router_topk_scaling_factor": scale if scale != 1 else None}
 
     return Translated(

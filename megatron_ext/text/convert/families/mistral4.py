@@ -17,6 +17,8 @@ def _read(settings: Settings) -> Fields:
     # The longest position is an entry of its own, too.
     given.pop("max_position_embeddings", None)
     rotated, plain = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"]
+    if settings["head_dim"] not in (None, rotated + plain):
+        settings.refuse("head_dim", advice=f"leave it out, or give {rotated + plain}")
     # transformers counts the share that turns over all channels of a key.
     share = given.pop(_SHARE, None)
     if share is not None and int((rotated + plain) * share) != rotated:
