@@ -130,7 +130,8 @@ def check(case: str, layouts: list[str], tmp_path: Path) -> None:
     name, settings = CASES[case]
     source = make(name, tmp_path / "hf")
     adapter = start(source, settings, tmp_path / "adapter")
-    more = ["--adapter-path", str(adapter), "--train-iters", "3"]
+    merged = tmp_path / "merged"
+    more = ["--adapter-path", str(adapter), "--train-iters", "3", "--save-hf", str(merged)]
     steps = tmp_path / "steps.pt"
     rows = train(flags_of(source, *more), tmp_path / "one", prepare=lambda run: record(steps, run))
     want, logits = truth(source, adapter, torch.load(steps))
@@ -150,6 +151,7 @@ def check(case: str, layouts: list[str], tmp_path: Path) -> None:
     ours = logits_of(source, exported(tmp_path / last, tmp_path / "exported"))
     scale = logits.abs().max()
     assert (ours - logits).abs().max() <= 1e-5 * scale
+    assert (theirs(merged / "iter_0000003") - logits).abs().max() <= 1e-5 * scale
     assert (theirs(source) - logits).abs().max() > 1e-2 * scale
 
 
