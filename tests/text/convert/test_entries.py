@@ -210,6 +210,17 @@ def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> 
     [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` Tr"),
         ("gpt2", {"scale_attn_weights": False}, "`scale_attn_weights` False"),
+        (
+            "gpt_neo",
+            {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "far"], 1]]},
+            "`attention_types` [[['global', 'far'], 1]]",
+        ),
+        ("falcon", {"alibi": True}, "`alibi` True"),
+        ("falcon", {"parallel_attn": False, "new_decoder_architecture": True}, "`parallel_attn` F"),
+        ("falcon", {"num_ln_in_parallel_attn": 2}, "`num_ln_in_parallel_attn` 2"),
+        ("stablelm", {"qk_layernorm": True}, "`qk_layernorm` True"),
+        ("cohere", {"use_qk_norm": True}, "`use_qk_norm` True"),
+        ("starcoder2", {"hidden_act": "relu"}, "`hidden_act` 'relu'"),
         ("gpt2", {"add_cross_attention": True}, "`add_cross_attention` True"),
         ("qwen2_moe", {"qkv_bias": False}, "`qkv_bias` False"),
         ("gpt_oss", {"swiglu_alpha": 2.0}, "`swiglu_alpha` 2.0"),

@@ -20,6 +20,8 @@ def _read_windows(settings: Settings) -> Fields:
     # The list for each layer follows from `attention_types`, which a config.json gives.
     kinds = settings["attention_layers"]
     settings.read.add("attention_types")
+    if not all(kind in ("global", "local") for kind in kinds):
+        settings.refuse("attention_types", advice="use global and local")
     has = [int(kind == "local") for kind in kinds]
     window = int(settings["window_size"])
     if not any(has) or window >= settings["max_position_embeddings"]:
