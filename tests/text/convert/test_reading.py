@@ -227,7 +227,7 @@ def check_depths(context: ParallelContext, *, root: Path, split: dict[str, int])
     assert "holds no weights of multi-token prediction, so its depths start from" in note
     after = dict(chunk.named_parameters())
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
-    with pytest.raises(CheckpointError, match="`--no-initialization` gives them no values"):
+    with pytest.raises(CheckpointError, match="`--lora-quantize-weights` gives them no values"):
         load_folder([chunk], root / "without", context, may_lack_depths=False)
 
 
