@@ -8,7 +8,7 @@ their seed. A CheckpointError is raised if adapters would be put on other weight
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,13 +289,26 @@ def check_base_given(config: CheckpointConfig) -> None:
         recorded.check_given(checkpoint.path, config)
 
 
-def leave_out_base(state: dict[str, Any], chunks: Sequence[str]) -> None:
-    """Remove, in place, all weights except adapters from a sharded state.
+def leave_out_base(
+    state: dict[str, Any], chunks: Sequence[str], stored: Collection[str] | None = None
+) -> None:
+    """Remove, in place, the frozen weights under adapters from a sharded state.
 
-    ``chunks`` are the keys in ``state`` under which the model chunks lie.
+    Adapters stay, and the history of FP8's scales, which changes in training.
+
+    Args:
+        chunks: the keys in ``state`` under which the model chunks lie.
+        stored: names of the tensors of a checkpoint to load. Histories that it lacks are removed,
+            too, since earlier versions did not save them.
     """
+
+    def stays(name: str, entry: Any) -> bool:
+        if MARK in f".{name}":
+            return True
+        return name.endswith(HISTORY) and (stored is None or entry.key in stored)
+
     for chunk in set(chunks) & set(state):
-        state[chunk] = {name: entry for name, entry in state[chunk].items() if MARK in f".{name}"}
+        state[chunk] = {x: entry for x, entry in state[chunk].items() if stays(x, entry)}
 
 
 def put_back_base(loaded: dict[str, Any], model: Chunks) -> None:

@@ -39,7 +39,7 @@ from megatron_ext.checkpoint.stored import (
     read_settings,
     stored_progress,
 )
-from megatron_ext.checkpoint.unpickling import common_state_of, index_shared
+from megatron_ext.checkpoint.unpickling import common_state_of, index_shared, stored_entries
 from megatron_ext.checkpoint.writing import CheckpointWriter
 from megatron_ext.config.output import CheckpointConfig
 from megatron_ext.config.run import RunConfig
@@ -441,7 +441,7 @@ class CheckpointManager:
                 adapters.check_new_branches(path, adapters.leave_out_new(path, bare, keys))
             adapters.check_adapters(path, bare, keys, strictness)
             if is_of_adapters:
-                adapters.leave_out_base(bare, keys)
+                adapters.leave_out_base(bare, keys, stored_entries(path))
             run_state.take_named(path, bare, keys, names)
             if ema is not None:
                 bare[EMA] = run_state.averages_to_load(path, ema, model, bare, metadata)
@@ -464,7 +464,7 @@ class CheckpointManager:
         new = adapters.leave_out_new(path, state, keys) if checkpoint.weights_only else {}
         run_state.take_named(path, state, keys, names)
         if is_of_adapters:
-            adapters.leave_out_base(state, keys)
+            adapters.leave_out_base(state, keys, stored_entries(path))
         if compatibility.loads_random(checkpoint, self._config, arguments, layout, notes):
             apart = getattr(arguments, "data_parallel_random_init", False)
             state["rng_state"] = run_state.random_state(self._context, every_replica=apart)

@@ -130,6 +130,21 @@ def test_adapters_lie_on_published_weights(root: Path, tmp_path: Path) -> None:
     assert changed == {name for name in plain if name.endswith("ffn.0.weight")}
 
 
+@pytest.mark.slow
+def test_adapters_beside_products_of_eight_bits_resume_to_the_same_bits(
+    root: Path, tmp_path: Path
+) -> None:
+    """The history of scales of the frozen weights is saved with the adapters."""
+    words = f"{ADAPTERS} --load-weights {root / 'diffusers'} --bf16 --fp8-format hybrid"
+    clips = root / "clips"
+    _, whole = run(clips, tmp_path / "whole", f"{words} --train-iters 3")
+    run(clips, tmp_path / "half", f"{words} --train-iters 3 --exit-interval 2")
+    _, later = run(clips, tmp_path / "half", f"{words} --train-iters 3 --load {tmp_path / 'half'}")
+    rows = training_rows(whole)[-1], training_rows(later)[-1]
+    for name in ("iteration", "loss", "grad_norm"):
+        assert rows[0][name] == rows[1][name], name
+
+
 REFUSED = {
     "--video-dit-size mini": "`--video-dit-size` (mini) contradicts `--load-weights` (",
     "--dit-condition i2v": "not 8 as this run by its flags and its data; leave out `--dit-cond",
