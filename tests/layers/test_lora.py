@@ -18,7 +18,7 @@ from megatron_ext.inspect import parity
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.layers.chunks import build_chunks, wrap_chunks
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.layers.lora import merge_adapters, merged_weight_of
+from megatron_ext.layers.lora import Adapter, merge_adapters, merged_weight_of
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
@@ -349,6 +349,28 @@ def experts_on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> parity.Reco
     truth = run_layout("dp1", words, tmp_path_factory.mktemp("experts") / "run")
     assert truth.failure is None
     return truth
+
+
+@ranks()
+def test_experts_computed_together_leave_out_what_their_start_has_removed(
+    context: ParallelContext,
+) -> None:
+    run = gpt_config(*LORA, *MOE, "--lora-init", "pissa")
+    (chunk,) = build_chunks(build_gpt_chunk, run, build_transformer_config(run), context)
+    own = {name: x for name, x in chunk.named_parameters() if ".lora." in name}
+    with torch.no_grad():
+        for parameter in own.values():
+            parameter.normal_(std=0.1)
+    together = loss_of(chunk, run)
+    adapters = [module for module in chunk.modules() if isinstance(module, Adapter)]
+    for adapter in adapters:
+        adapter.groups = False
+    near(together, loss_of(chunk, run), "loss", 1e-6)
+    with torch.no_grad():
+        for name in own:
+            if ".removed." in name:
+                own[name].zero_()
+    assert (loss_of(chunk, run) - together).abs() > 1e-3
 
 
 WHOLE = [*MOE, "--lora-modules-to-save", "embedding", "router", "norm"]
