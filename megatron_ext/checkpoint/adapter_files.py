@@ -264,6 +264,11 @@ def _public_magnitudes(
         )
     found = {}
     for layer, (_, columns) in layers.pairs(rows).items():
+        if layers.experts(layer) > 1:
+            raise CheckpointError(
+                f"`{layer}` stacks experts, whose magnitudes (`--lora-use-dora`) have no form in "
+                "peft; merge the adapters with `tools/lora.py merge`."
+            )
         if bool(((columns != 0).sum(dim=1) > 1).any()):
             raise CheckpointError(
                 f"`{layer}` adds up several layers with magnitudes (`--lora-use-dora`) each, so "

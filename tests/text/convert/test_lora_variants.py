@@ -1,5 +1,6 @@
 """Variants of LoRA train as peft does on transformers' class, and load there."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_ext.checkpoint.adapter_files import PublicLayers, write_adapters
+from megatron_ext.checkpoint.adapter_forms import FORMS
+from megatron_ext.config.optimizer import LoraConfig
+from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.adapter_start import start_adapters
 from megatron_ext.layers.chunks import wrap_chunks
 from megatron_ext.layers.transformer_config import build_transformer_config
@@ -178,3 +183,32 @@ def test_variants_go_on_in_another_layout_and_merge(variant: str, tmp_path: Path
     plain = [word for word in words if not word.startswith("--ema") and word != "0.5"]
     want = evaluated("adapters", *plain, "--load", str(saved))
     assert evaluated("whole", "--load", str(tmp_path / "merged")) == pytest.approx(want, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "experts", "message"),
+    [
+        ("kohya", 1, r"cannot have magnitudes of `--lora-use-dora` in the form `kohya`"),
+        (
+            "peft",
+            2,
+            r"`mlp.up` stacks experts, whose magnitudes \(`--lora-use-dora`\) have no form",
+        ),
+        ("peft", 1, r"`mlp.up` adds up several layers with magnitudes"),
+    ],
+)
+def test_magnitudes_without_a_form_are_named(
+    form: str, experts: int, message: str, tmp_path: Path
+) -> None:
+    layers = PublicLayers(
+        re.compile("x"),
+        lambda matrices: {"mlp.up": (torch.ones(4, 3), torch.ones(5, 4))},
+        str,
+        None,
+        experts=lambda _path: experts,
+    )
+    matrices = {f"x.lora.{name}": torch.ones(5, 2) for name in ("a", "b")}
+    matrices["x.lora.magnitude"] = torch.ones(5)
+    lora = LoraConfig(lora_rank=2, lora_use_dora=True)
+    with pytest.raises(CheckpointError, match=message):
+        write_adapters(lora, matrices, layers, tmp_path / "out", FORMS[form])
