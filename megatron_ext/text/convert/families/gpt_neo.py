@@ -24,6 +24,8 @@ def _read_windows(settings: Settings) -> Fields:
         settings.refuse("attention_types", advice="use global and local")
     has = [int(kind == "local") for kind in kinds]
     window = int(settings["window_size"])
+    if window < 1:
+        settings.refuse("window_size", window, "give the tokens of the local layers' window")
     if not any(has) or window >= settings["max_position_embeddings"]:
         return {}
     fields: Fields = {"window_size": (window - 1, 0)}
