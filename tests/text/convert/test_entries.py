@@ -215,7 +215,11 @@ def test_each_depth_has_a_copy_of_the_embedding_and_the_head(tmp_path: Path) -> 
             {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "far"], 1]]},
             "`attention_types` [[['global', 'far'], 1]]",
         ),
-        ("gpt_neo", {"num_layers": 24, "window_size": 0}, "`window_size` 0"),
+        (
+            "gpt_neo",
+            {"num_layers": 2, "window_size": 0, "attention_types": [[["global", "local"], 1]]},
+            "`window_size` 0",
+        ),
         ("falcon", {"alibi": True}, "`alibi` True"),
         ("falcon", {"parallel_attn": False, "new_decoder_architecture": True}, "`parallel_attn` F"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "`num_ln_in_parallel_attn` 2"),
