@@ -80,6 +80,7 @@ class TensorFolder:
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
         self._file_of = file_of_each(folder, stem)
+        self._stored_as: dict[str, str] = {}
         try:
             self._open(stem)
         except BaseException:
@@ -115,6 +116,13 @@ class TensorFolder:
                 f"{index_of(stem)} says; copy the whole model again."
             )
 
+    def rename(self, stored_as: Mapping[str, str]) -> None:
+        """Give tensors other names than the files do: new name -> name in the files."""
+        file_of = {new: self._file_of[old] for new, old in stored_as.items()}
+        others = self._file_of.keys() - stored_as.values()
+        self._file_of = {name: self._file_of[name] for name in others} | file_of
+        self._stored_as = dict(stored_as)
+
     @property
     def names(self) -> set[str]:
         return self.stored_names
@@ -130,27 +138,29 @@ class TensorFolder:
         return {k: v for file in self._files.values() for k, v in (file.metadata() or {}).items()}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
-        return {name: tuple(part.get_shape()) for name, part in slices.items()}
+        return {name: self.shape(name) for name in self._file_of}
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._file(name).get_slice(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """Return torch's name of a tensor's dtype; safetensors' name if it is not in `DTYPES`."""
-        kind = self._file(name).get_slice(name).get_dtype()
+        kind = self._slice(name).get_dtype()
         return str(DTYPES.get(kind, kind))
 
     def tensor(self, name: str) -> Tensor:
-        return self._counted(self._file(name).get_tensor(name))
+        return self._counted(self._file(name).get_tensor(self._stored_as.get(name, name)))
 
     def block(self, name: str, index: tuple[int | slice, ...]) -> Tensor:
         """Return ``tensor[index]`` as a view of its file, so that only the used part is read."""
-        return self._counted(self._file(name).get_slice(name)[index])
+        return self._counted(self._slice(name)[index])
 
     def _counted(self, values: Tensor) -> Tensor:
         self.bytes_read += values.numel() * values.element_size()
         return values
+
+    def _slice(self, name: str) -> Any:
+        return self._file(name).get_slice(self._stored_as.get(name, name))
 
     def _file(self, name: str) -> Any:
         if name not in self._file_of:
@@ -180,8 +190,12 @@ def file_of_each(folder: Path, stem: str, suffix: str = SAFETENSORS) -> dict[str
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error!r}); copy it again.") from error
     if not (folder / single).is_file():
+        part = next((x.name for x in sorted(folder.glob(f"{stem}-*-of-*{suffix}"))), None)
         raise CheckpointError(
             f"{folder} holds neither {single} nor {path.name}; save the model with safetensors."
+            if part is None
+            else f"{folder} holds {part}, but not {path.name}, which says what each file holds; "
+            "copy that file too."
         )
     return {}
 

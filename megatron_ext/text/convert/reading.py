@@ -20,7 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_ext.checkpoint.conversion import weight_shards
-from megatron_ext.checkpoint.safetensors_files import TensorFolder, check_dtype, only_dtype
+from megatron_ext.checkpoint.safetensors_files import (
+    TensorFolder,
+    check_dtype,
+    file_of_each,
+    index_of,
+    index_path,
+    only_dtype,
+)
 from megatron_ext.errors import CheckpointError
 from megatron_ext.layers.initialization import Shard
 from megatron_ext.parallel.collectives import on_every_rank, union_of_all_ranks
@@ -152,7 +159,6 @@ class _Reading:
         superfluous, or of another shape or dtype.
         """
         source = self.source
-        num_layers = self.model.fields["num_layers"]
         if depths and not depths.keys() & source.names:
             if not may_lack_depths:
                 raise CheckpointError(
@@ -166,12 +172,12 @@ class _Reading:
                 "from their initial values."
             )
             depths = {}
-        elif not depths and beyond_decoder(source.names, num_layers):
+        elif not depths and depths_in(source.names, self.table, self.model):
             self.notes.append(
                 f"{self.folder} holds weights of multi-token prediction, which a run without "
                 "`--mtp-num-layers` leaves out."
             )
-        check_tensors(source, self.table, decoder | depths, num_layers, self.model.vocab_size)
+        check_tensors(source, self.table, decoder | depths, self.model)
         unused = self.table.without_place(source.names)
         if unused:
             self.notes.append(
@@ -218,8 +224,13 @@ class WeightFolder(TensorFolder):
     """
 
     def __init__(self, model: HuggingFaceModel) -> None:
-        super().__init__(model.path.parent)
+        folder = model.path.parent
+        _refuse_two_models(folder)
+        super().__init__(folder)
+        self._holds_adapters = (folder / "adapter_config.json").is_file()
         try:
+            if model.wrapping is None:
+                self.rename(_without_root(self.stored_names, model))
             self._quantization = read_quantization(model.raw, model.path)
             found = Finder(self, self._quantization)
         except BaseException:
@@ -244,13 +255,21 @@ class WeightFolder(TensorFolder):
         return plain | quantized
 
     def notes(self) -> list[str]:
-        """Return a note, in a list, on tensors that are not used; [] if there are none."""
+        """Return a note on adapters and one on tensors that are not used, if there are any."""
+        notes = []
+        if self._holds_adapters:
+            notes.append(
+                f"{self.folder} holds adapters of peft beside the whole weights (adapter_config"
+                ".json): transformers applies them, but here `--adapter-path` alone does. Remove "
+                "them if the weights are merged."
+            )
         if not self.unused:
-            return []
+            return notes
         ends = sorted({name.rpartition(".")[2] for name in self.unused})
         return [
+            *notes,
             f"{self.folder} holds {len(self.unused)} tensors for quantized activations "
-            f"({', '.join(f'`{end}`' for end in ends)}), which have no effect here."
+            f"({', '.join(f'`{end}`' for end in ends)}), which have no effect here.",
         ]
 
     def check_kind(self, name: str) -> None:
@@ -299,6 +318,36 @@ class WeightFolder(TensorFolder):
             return
         values = self.block(name, index)
         target.copy_(values.t() if transposed else values)
+
+
+def _refuse_two_models(folder: Path) -> None:
+    """Raise a CheckpointError if a folder holds one file of weights, and an index of others.
+
+    transformers reads the one file, vLLM those of the index.
+    """
+    single = "model.safetensors"
+    if not ((folder / single).is_file() and index_path(folder, "model").is_file()):
+        return
+    if single not in file_of_each(folder, "model").values():
+        raise CheckpointError(
+            f"{folder} holds {single} and also {index_of('model')}, which lists other files: "
+            "programs differ in which they read; remove the ones of the older model."
+        )
+
+
+def _without_root(names: Collection[str], model: HuggingFaceModel) -> dict[str, str]:
+    """Return the names of a model's tensors -> those in the files, if the files leave out the root.
+
+    The root, such as ``transformer.``, is the name of the part without the output layer. Files lack
+    it where that part was saved alone, and those of the first GPT-2.
+    """
+    embedding = model.family.weights.outer[EMBEDDING].tensors[0]
+    root, _, rest = embedding.partition(".")
+    if rest not in names or any(name.startswith(f"{root}.") for name in names):
+        return {}
+    sources = model.family.weights.outer.values()
+    outside = tuple(tensor for source in sources for tensor in source.tensors)
+    return {f"{root}.{name}": name for name in names if not name.startswith(outside)}
 
 
 class OtherTensors:
@@ -352,7 +401,7 @@ def check_one_dtype(model: HuggingFaceModel) -> str:
     with WeightFolder(model) as source:
         table = model.table(source.shapes())
         kinds = set[str]()
-        for name in source.names:
+        for name in source.names - buffers_in(source, source.names).keys():
             source.check_kind(name)
             if not table.is_exact(name) and name not in source.quantized:
                 kinds.add(source.dtype(name))
@@ -387,22 +436,44 @@ def beyond_decoder(tensors: Iterable[str], num_layers: int) -> set[str]:
 _LAYER_NUMBER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
+def depths_in(tensors: Iterable[str], table: Table, model: HuggingFaceModel) -> set[str]:
+    """Return the names in ``tensors`` that belong to depths of multi-token prediction.
+
+    Layers after the last one of a model without depths are none: its config.json has been changed.
+    """
+    if not (table.depth or model.raw.get("num_nextn_predict_layers")):
+        return set()
+    return beyond_decoder(tensors, model.fields["num_layers"])
+
+
+_MASK = re.compile(r"\.(?:attn|attention)\.(?:bias|masked_bias)$")
+
+
+def buffers_in(source: WeightFolder, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the tensors that older releases of transformers saved beside weights, with a reason.
+
+    No layer has a weight of such a name and shape.
+    """
+    found = {}
+    for name in tensors:
+        if name.endswith("rotary_emb.inv_freq"):
+            found[name] = "the frequencies of rotary positions are computed"
+        elif _MASK.search(name) and source.shape_of(name)[:2] in ((), (1,), (1, 1)):
+            found[name] = "the mask of attention is computed"
+    return found
+
+
 def reasons_to_skip(
-    source: WeightFolder, table: Table, extra: Collection[str], num_layers: int
+    source: WeightFolder, table: Table, extra: Collection[str], model: HuggingFaceModel
 ) -> dict[str, str]:
     """Return the tensors, of those that no parameter needs, that are left out for a reason."""
-    skipped = {
-        name: "the frequencies of rotary positions are computed"
-        for name in extra
-        if name.endswith("rotary_emb.inv_freq")
-    }
     without_place = dict.fromkeys(table.without_place(extra), "it has no place in our model")
-    depths = dict.fromkeys(beyond_decoder(extra, num_layers), "it is of multi-token prediction")
-    return without_place | depths | skipped
+    depths = dict.fromkeys(depths_in(extra, table, model), "it is of multi-token prediction")
+    return without_place | depths | buffers_in(source, extra)
 
 
 def check_tensors(
-    source: WeightFolder, table: Table, needs: Shapes, num_layers: int, vocab_size: int
+    source: WeightFolder, table: Table, needs: Shapes, model: HuggingFaceModel
 ) -> None:
     """Raise a CheckpointError if a tensor is missing, superfluous, or of another shape or dtype.
 
@@ -417,7 +488,7 @@ def check_tensors(
                 f"config.json implies {list(shape)}; copy the whole model again."
             )
     extra = shapes.keys() - needs.keys()
-    extra -= table.copies.keys() | reasons_to_skip(source, table, extra, num_layers).keys()
+    extra -= table.copies.keys() | reasons_to_skip(source, table, extra, model).keys()
     embedding, head = (table.outer[name][0].tensor for name in (EMBEDDING, HEAD))
     if head in extra:
         if not torch.equal(source.whole(head), source.whole(embedding)):
@@ -426,6 +497,13 @@ def check_tensors(
                 "`tie_word_embeddings` true; say false."
             )
         extra.remove(head)
+    later = beyond_decoder(extra, model.fields["num_layers"])
+    if later:
+        raise CheckpointError(
+            f"{source.folder} holds `{min(later)}`, but its config.json says that there are "
+            f"{model.fields['num_layers']} layers (`{model.family.key_of('num_layers')}`); mend "
+            "that entry, or save the model with fewer layers."
+        )
     if extra:
         raise CheckpointError(
             f"{source.folder} holds `{min(extra)}`, which a model of its `model_type` does not "

@@ -207,7 +207,7 @@ def _rows(
     for name in sorted(needs.keys() - shapes.keys()):
         yield TensorRow(name, "missing", f"its shape must be {list(needs[name])}")
     extra = shapes.keys() - needs.keys()
-    skipped = reasons_to_skip(source, table, extra, model.fields["num_layers"])
+    skipped = reasons_to_skip(source, table, extra, model)
     weight_of = {part: x.name for x in source.quantized.values() for part in x.tensors}
     embedding, head = (table.outer[name][0].tensor for name in (EMBEDDING, HEAD))
     for name in sorted(source.stored_names):

@@ -228,6 +228,7 @@ def test_missing_and_damaged_files(source: Path, tmp_path: Path) -> None:
     weights.write_bytes(content)
     index.write_text(json.dumps({"weight_map": {"y": "model.safetensors"}}))
     assert "does not hold `y`" in refusal(source, tmp_path / "x")
+    weights.unlink()
     index.write_text(json.dumps({"weight_map": {"y": "model-00002-of-00002.safetensors"}}))
     assert "model-00002-of-00002.safetensors cannot be read" in refusal(source, tmp_path / "x")
 

@@ -22,6 +22,7 @@ from megatron_ext.text.convert.reading import (
     WeightFolder,
     beyond_decoder,
     check_one_dtype,
+    check_tensors,
     load_folder,
     without_missing_depths,
 )
@@ -111,6 +112,54 @@ def test_depths_are_the_layers_after_the_last_one(tmp_path: Path) -> None:
     model = read_model(make("deepseek_v3", tmp_path / "hf"))
     assert model.fields["mtp_num_layers"] == 1
     assert without_missing_depths(model).fields == {**model.fields, "mtp_num_layers": None}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2 tied"])
+def test_files_may_leave_out_the_root_of_names_and_hold_masks(name: str, tmp_path: Path) -> None:
+    """The files of the first GPT-2 do, and those of a part that was saved alone."""
+    folder = make(name, tmp_path / "hf", torch.float16)
+    path = folder / "model.safetensors"
+    whole = load_file(path)
+    root = "transformer." if name == "gpt2" else "model."
+    layer = "h.0.attn" if name == "gpt2" else "layers.0.attention"
+    masks = {f"{layer}.bias": torch.ones(1, 1, 8, 8).bool(), f"{layer}.masked_bias": torch.ones(())}
+    bare = {x.removeprefix(root): y for x, y in whole.items()}
+    save_file({**bare, **masks}, path, metadata={"format": "pt"})
+    model = read_model(folder)
+    assert check_one_dtype(model) == "float16"
+    with WeightFolder(model) as source:
+        assert source.names == whole.keys() | {root + x for x in masks}
+        assert all(torch.equal(source.whole(x), y) for x, y in whole.items())
+        shapes = {x: tuple(y.shape) for x, y in whole.items()}
+        check_tensors(source, model.table(source.shapes()), shapes, model)
+
+
+def test_layers_after_the_last_one_of_a_model_without_depths_are_refused(tmp_path: Path) -> None:
+    folder = make("llama", tmp_path / "hf")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "num_hidden_layers": 1}))
+    model = read_model(folder)
+    with WeightFolder(model) as source:
+        shapes = {x: y for x, y in source.shapes().items() if ".layers.1." not in x}
+        with pytest.raises(CheckpointError, match=r"there are 1 layers \(`num_hidden_layers`\)"):
+            check_tensors(source, model.table(source.shapes()), shapes, model)
+
+
+def test_folders_with_two_models_or_without_an_index(tmp_path: Path) -> None:
+    """Adapters beside weights are named; transformers applies them."""
+    folder = make("llama", tmp_path / "hf", max_shard_size="60KB")
+    model = read_model(folder)
+    (folder / "adapter_config.json").write_text("{}")
+    with WeightFolder(model) as source:
+        assert "holds adapters of peft beside the whole weights" in source.notes()[0]
+    index = folder / "model.safetensors.index.json"
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="programs differ in which they read"):
+        WeightFolder(model)
+    (folder / "model.safetensors").unlink()
+    index.unlink()
+    with pytest.raises(CheckpointError, match="holds model-00001-of-.*, but not model.safetensors"):
+        WeightFolder(model)
 
 
 @ranks(tp=2)

@@ -66,7 +66,7 @@ def test_each_tensor_is_accounted_for(tmp_path: Path) -> None:
         "extra.weight": "unexpected",
         "lm_head.weight": "unexpected",
         "model.layers.1.mlp.up_proj.weight": "missing",
-        "model.layers.7.extra": "skipped",
+        "model.layers.7.extra": "unexpected",
         "model.norm.weight": "unreadable",
     }
     assert not found.is_right and found.comparison is None
