@@ -27,8 +27,9 @@ which the run started.
     SMOKE=1 bash examples/dpo/train.sh
 
 Rows are those of TRL: {"prompt", "chosen", "rejected"} with texts or lists of messages, or whole
-conversations in "chosen" and "rejected", whose common beginning is the prompt. A text is a turn of
-the user or of the assistant.
+conversations in "chosen" and "rejected", whose common beginning is the prompt, whether or not the
+row has it as "prompt" too. A text is a turn of the user or of the assistant. Columns that nothing
+uses, such as scores, are counted at the start.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from megatron_ext.text.run import text_source, with_tokenizer
 from megatron_ext.text.sft.chat import Chat, build_chat
 from megatron_ext.text.sft.conversation import Place, read_conversation
 from megatron_ext.text.sft.dataset import lay_out
+from megatron_ext.text.sft.intake import Intake
 from megatron_ext.text.sft.masks import tokenize_conversation
 from megatron_ext.text.step import gpt_forward_step, output_head
 from megatron_ext.text.task import GPT
@@ -75,6 +77,7 @@ from megatron_ext.train.task import Datasets
 
 CHOSEN, REJECTED = 0, 1
 LOSSES = ("sigmoid", "ipo")
+EQUAL = "pairs have equal answers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +148,8 @@ class Pairs(StepDataset):
         return {name: torch.from_numpy(column) for name, column in row.items()}
 
 
-def read_pairs(name: str, chat: Chat, length: int) -> list[Answers]:
-    """Return the tokenized pairs of a file of JSON lines.
+def read_pairs(name: str, chat: Chat, length: int, intake: Intake) -> list[Answers]:
+    """Return the tokenized pairs of a file of JSON lines; add to ``intake`` what is not used.
 
     Raises:
         DataError: the file or a row cannot be read, a row lacks an answer, or its two conversations
@@ -167,9 +170,14 @@ def read_pairs(name: str, chat: Chat, length: int) -> list[Answers]:
         answers = []
         for answer in (chosen, rejected):
             whole = {**rest, columns[0]: prompt, columns[1]: answer}
-            ids, mask = tokenize_conversation(
-                chat.tokenizer, read_conversation(whole, place, sft), sft
-            )
+            conversation = read_conversation(whole, place, sft)
+            ids, mask = tokenize_conversation(chat.tokenizer, conversation, sft)
+            if answers:
+                # The columns beside the answers have been counted with the chosen one.
+                ignored = conversation.intake.ignored
+                for column in [x for x in ignored if x.startswith("column ")]:
+                    del ignored[column]
+            intake.add(conversation.intake)
             if not any(mask[1:]):
                 raise DataError(f"{place} has an answer without a token; give both answers.")
             answers.append((ids, mask))
@@ -179,6 +187,8 @@ def read_pairs(name: str, chat: Chat, length: int) -> list[Answers]:
                 f"{place} takes {needed} tokens for its two conversations, but `--seq-length` is "
                 f"{length}; raise it, or shorten the row."
             )
+        if answers[CHOSEN] == answers[REJECTED]:
+            intake.counts[EQUAL] += 1
         pairs.append((answers[CHOSEN], answers[REJECTED]))
     if not pairs:
         raise DataError(f"{name} holds no pairs; give rows with prompt, chosen and rejected.")
@@ -188,20 +198,37 @@ def read_pairs(name: str, chat: Chat, length: int) -> list[Answers]:
 def _parts(row: Mapping[str, Any], place: Place) -> tuple[Any, Any, Any]:
     """Return the prompt, the chosen and the rejected answer of a row."""
     chosen, rejected = row["chosen"], row["rejected"]
+    are_lists = isinstance(chosen, list) and isinstance(rejected, list)
+    count = _in_common(chosen, rejected) if are_lists else 0
     if "prompt" in row:
-        return row["prompt"], chosen, rejected
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
+        prompt = row["prompt"]
+        if not 0 < count < min(len(chosen), len(rejected)):
+            return prompt, chosen, rejected
+        if isinstance(prompt, list) and prompt != chosen[: min(len(prompt), count)]:
+            return prompt, chosen, rejected
+        texts = [x for turn in chosen[:count] if isinstance(turn, dict) for x in turn.values()]
+        if isinstance(prompt, str) and prompt not in texts:
+            raise DataError(
+                f"{place} has a `prompt` that is none of the messages with which `chosen` and "
+                "`rejected` both begin; leave out one of the two."
+            )
+    elif not are_lists:
         raise DataError(
-            f"{place} has texts as `chosen` and `rejected`, but no `prompt`; give the prompt."
+            f"{place} has no `prompt`, and `chosen` and `rejected` are no lists of messages; give "
+            "the prompt."
         )
-    same = [one == other for one, other in zip(chosen, rejected, strict=False)]
-    count = same.index(False) if False in same else len(same)
     if not 0 < count < min(len(chosen), len(rejected)):
         raise DataError(
             f"{place} has conversations with {count} messages in common, of {len(chosen)} and "
             f"{len(rejected)}; they must begin alike and end with different answers."
         )
     return chosen[:count], chosen[count:], rejected[count:]
+
+
+def _in_common(chosen: list[Any], rejected: list[Any]) -> int:
+    """Return the number of messages with which both conversations begin."""
+    same = [one == other for one, other in zip(chosen, rejected, strict=False)]
+    return same.index(False) if False in same else len(same)
 
 
 @dataclasses.dataclass
@@ -213,12 +240,14 @@ class Reference:
         tokenizer: the tokenizer of the run.
         scores: ``[pairs, 2]`` float32, sums over the answers' tokens; None until they are known.
         is_scoring: whether the model now computes the reference's scores, to be recorded.
+        unused: sentences on what in the data is not used.
     """
 
     datasets: tuple[Pairs, Pairs | None] | None = None
     tokenizer: Tokenizer | None = None
     scores: Tensor | None = None
     is_scoring: bool = False
+    unused: list[str] = dataclasses.field(default_factory=list)
 
     def of(self, numbers: Tensor) -> Tensor:
         """Return the scores ``[b, 2]`` of the pairs ``[b]``; a negative number stands for none."""
@@ -238,10 +267,15 @@ def prepare(config: RunConfig) -> tuple[RunConfig, Any]:
     length = config.model.seq_length
     assert length is not None and flags.dpo_data is not None
     pad = chat.tokenizer.pad_token_id or 0
-    train = Pairs(read_pairs(flags.dpo_data, chat, length), 0, length, pad)
+    intake = Intake()
+    train = Pairs(read_pairs(flags.dpo_data, chat, length, intake), 0, length, pad)
     valid = None
     if flags.dpo_valid_data is not None:
-        valid = Pairs(read_pairs(flags.dpo_valid_data, chat, length), len(train), length, pad)
+        pairs = read_pairs(flags.dpo_valid_data, chat, length, intake)
+        valid = Pairs(pairs, len(train), length, pad)
+    REFERENCE.unused = intake.warnings()
+    if intake.counts[EQUAL]:
+        REFERENCE.unused.append(f"{intake.counts[EQUAL]:,} {EQUAL}, which teach nothing")
     REFERENCE.datasets = train, valid
     REFERENCE.tokenizer = tokenizer
     return config, tokenizer
@@ -533,14 +567,31 @@ def rules(given: RunConfig, run: RunConfig) -> list[str]:
             "`--dpo-reference-hf` needs whole weights on each rank, which `--data-parallel-sharding"
             "-strategy optim_grads_params` does not keep; use optim_grads."
         )
-    return errors
+    return errors if folder is None else errors + _misfits(folder, run)
+
+
+def _misfits(folder: str, run: RunConfig) -> list[str]:
+    """Return a sentence, in a list, if the reference in ``folder`` has another shape than a run."""
+    from megatron_ext.text.convert.config import read_model
+    from megatron_ext.text.convert.family import Gpt, architecture_of, differences
+
+    theirs = read_model(Path(folder))
+    found = differences(architecture_of(theirs.sections()), architecture_of(Gpt.of(run)))
+    policy = run.section(HuggingFaceConfig).model()
+    if policy is not None and policy.vocab_size != theirs.vocab_size:
+        found = [("vocab_size", theirs.vocab_size, policy.vocab_size), *found]
+    return [
+        f"`--dpo-reference-hf` ({folder}) has {name} {one}, but the policy has {other}; give a "
+        "reference of the policy's shape."
+        for name, one, other in found[:1]
+    ]
 
 
 TASK = dataclasses.replace(
     GPT.replace(
         preflight=prepare,
         datasets=build_pairs,
-        data_lines=lambda config, assets: [],
+        data_lines=lambda config, assets: REFERENCE.unused,
         forward_step=forward_step,
         prepare_batches=with_group,
         rules=rules,

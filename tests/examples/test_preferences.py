@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from examples.dpo import train as preferences
 from examples.dpo.train import TASK
+from megatron_ext.config.parser import parse_args
 from megatron_ext.errors import MegatronExtError
 from tests.examples.scripts import rows as rows_of
 from tests.examples.scripts import smoke
@@ -240,7 +242,10 @@ def test_lost_scores_are_computed_again_without_the_adapters_or_refused(
 
 BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str, str]] = {
     "no answer": (lambda rows: rows[1].pop("rejected"), "", "row 2 must be a JSON object with `c"),
-    "no prompt": (lambda rows: rows[0].pop("prompt"), "", "row 1 has texts as `chosen` and `reje"),
+    "no prompt": (lambda rows: rows[0].pop("prompt"), "", "row 1 has no `prompt`, and `chosen`"),
+    "another prompt": (
+        lambda rows: rows[2].update(prompt="one"), "", "row 3 has a `prompt` that is none of the"
+    ),
     "too long": (lambda rows: None, "--seq-length 16", "for its two conversations, but `--seq-le"),
     "apart": (
         lambda rows: rows[2]["chosen"].pop(0), "", "row 3 has conversations with 0 messages in"
@@ -251,8 +256,32 @@ BAD: dict[str, tuple[Callable[[list[dict[str, Any]]], object], str, str]] = {
         "--dpo-loss ipo --dpo-label-smoothing 0.1",
         "`--dpo-label-smoothing` goes with `--dpo-loss sigmoid`; leave it out",
     ),
+    "reference": (
+        lambda rows: None,
+        f"--dpo-reference-hf {Path(__file__).parent}",
+        "config.json cannot be read (No such file or directory)",
+    ),
     "loss": (lambda rows: None, "--mtp-num-layers 1", "`--mtp-num-layers` is left out of"),
 }  # fmt: skip
+
+
+def test_a_prompt_is_not_repeated_and_unused_values_are_named(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows as those of UltraFeedback have a prompt, which both conversations begin with."""
+    monkeypatch.setattr(preferences, "REFERENCE", reference := preferences.Reference())
+    turns = PAIRS[2]["chosen"][:3]
+    rows = [{**PAIRS[2], "prompt": x, "score": 7} for x in ("nine", "ten", turns[:1], turns)]
+    rows += [PAIRS[2], {**PAIRS[1], "rejected": PAIRS[1]["chosen"]}]
+    pairs = tiny.write_jsonl(tmp_path / "pairs.jsonl", rows)
+    flags = [*flags_of(made, f"--save {tmp_path / 'run'}"), "--dpo-data", str(pairs)]
+    preferences.prepare(parse_args(flags, TASK, world_size=1, device="cpu").config)
+    assert reference.datasets is not None
+    read = reference.datasets[0].pairs
+    assert read[0] == read[1] == read[2] == read[3] == read[4]
+    ignored, equal = reference.unused
+    assert ignored.endswith(": column `score` (4)")
+    assert equal == "1 pairs have equal answers, which teach nothing"
 
 
 @pytest.mark.parametrize("name", BAD)
