@@ -201,6 +201,22 @@ class _Reading:
             if shard.is_vocabulary and self.growth is not None:
                 tensor = self._runs(shard)[0].tensor
                 self.growth.fill(shard, partial(self.source.rows, tensor))
+        self._note_rounding()
+
+    def _note_rounding(self) -> None:
+        """Note weights that a folder keeps in float32, but that our model has in its own dtype."""
+        rounded = {
+            run.tensor
+            for shard in self.shards
+            if shard.tensor.dtype in (torch.bfloat16, torch.float16)
+            for run in self._runs(shard)
+            if self.table.is_exact(run.tensor)
+        }
+        if rounded:
+            self.notes.append(
+                f"{self.folder} holds weights in float32 whatever dtype the others have, such as "
+                f"`{min(rounded)}`; they are rounded to the model's dtype."
+            )
 
     def _memory(self) -> Iterable[Shard]:
         """Return the shards with memory to write to, if only for a moment (`layers.quantized`)."""

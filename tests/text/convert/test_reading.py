@@ -21,7 +21,7 @@ from megatron_ext.text.convert.training import write_run
 from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.ranks import on_ranks, ranks
 from tests.text import tiny
-from tests.text.convert.models import make
+from tests.text.convert.models import make, make_tiny
 from tests.text.convert.stored_models import in_mxfp4
 from tests.training_runs import config_of
 
@@ -255,3 +255,22 @@ def test_only_folders_of_hugging_face_need_its_packages(tmp_path: Path) -> None:
     words = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tiny.ROOT, timeout=120)
     assert "run `pip install safetensors`" in done.stdout, done.stderr
+
+
+def check_notes(context: ParallelContext, *, source: Path) -> None:
+    """Routers in float32 are rounded to a run's 16 bits, and tensors of depths left out."""
+    for words, rounds in (((), False), (("--bf16",), True)):
+        _, chunk = build(context, source, *words)
+        notes = " ".join(load_folder([chunk], source, context).notes)
+        gate = "such as `model.layers.0.mlp.gate.weight`; they are rounded to the model's dtype"
+        assert (gate in notes) is rounds
+        assert "holds 1 tensors such as `model.mtp_linear_proj.0.weight`, which have no" in notes
+
+
+def test_what_is_rounded_or_left_out_is_named(tmp_path: Path) -> None:
+    content = {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "pad_token_id": 0}
+    source = make_tiny({**content, "moe_layer_start_index": 0}, tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.mtp_linear_proj.0.weight"] = torch.zeros(2, 2)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    on_ranks(check_notes, {}, source=source)
