@@ -18,6 +18,7 @@ import torch
 
 from megatron_ext import device as devices
 from megatron_ext.checkpoint.files import read_tracker
+from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.config.output import CheckpointConfig, LoggingConfig
 from megatron_ext.errors import CheckpointError, ConfigError, DataError, MegatronExtError
 from megatron_ext.text.task import GPT, TEXT
@@ -436,6 +437,7 @@ def test_what_is_checked_before_a_run_starts(
         logging=None,
         checkpoint=SimpleNamespace(is_used=used),
         model=SimpleNamespace(perform_initialization=initializes),
+        lora=LoraConfig(),
         loss=SimpleNamespace(loss=None),
         optimizer=SimpleNamespace(optimizer_class=None),
     )

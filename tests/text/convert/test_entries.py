@@ -454,13 +454,15 @@ def test_adapters_on_an_mlp_with_another_gate_have_the_names_of_its_family(
     gpt = Gpt.of_fields(read(tmp_path, "gemma2").fields)
     monkeypatch.setattr(Gpt, "of", lambda config: gpt)
     config: Any = SimpleNamespace(
-        model=SimpleNamespace(num_layers=2, swiglu=False), lora=LoraConfig(lora_rank=3)
+        model=SimpleNamespace(num_layers=2, swiglu=False, unpadded_vocab_size=300),
+        lora=LoraConfig(lora_rank=3),
+        section=lambda kind: kind(),
     )
-    both = torch.zeros(2 * SIZES["intermediate_size"], 3)
+    both = torch.ones(2 * SIZES["intermediate_size"], 3)
     layers = peft_layers(config, tmp_path)
     assert layers.task == "CAUSAL_LM"
     ours = "decoder.layers.1.mlp.linear_fc1.lora"
-    pairs = layers.pairs({f"{ours}.a": torch.zeros(3, 8), f"{ours}.b": both})
+    pairs = layers.pairs({f"{ours}.a": torch.ones(3, 8), f"{ours}.b": both})
     names = [f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up")]
     shapes = {name: (len(a), len(b)) for name, (a, b) in pairs.items()}
     assert shapes == dict.fromkeys(names, (3, SIZES["intermediate_size"]))

@@ -163,6 +163,7 @@ def test_a_residual_stream_in_float32_ends_before_depths_and_head(
         _has_depths=lambda _: mtp_process,
         mtp=lambda hidden_states, **_: enter(hidden_states),
         before_head=enter,
+        logits_divisor=1.0,
     )
     ids = torch.zeros(1, 4, dtype=torch.int64)
     found = gpt.TextModel.forward(stage, ids, ids, None, hidden_states_only=True)

@@ -27,6 +27,7 @@ def chunk_of(**attributes: Any) -> Any:
         "mtp": lambda *, hidden_states, **_: torch.cat([hidden_states, 2 * hidden_states]),
         "_has_depths": lambda targets: targets is not None,
         "before_head": lambda hidden: hidden + 1,
+        "logits_divisor": 1.0,
         "logits": lambda hidden: 10 * hidden,
         "compute_language_model_loss": lambda labels, logits: logits.sum(-1).t() + labels,
         "_with_mtp_losses": lambda hidden, targets: hidden[:3] + 5,

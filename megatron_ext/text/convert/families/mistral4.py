@@ -16,7 +16,8 @@ def _read(settings: Settings) -> Fields:
     growth = given.pop(GROWTH, None)
     # The longest position is an entry of its own, too.
     given.pop("max_position_embeddings", None)
-    rotated, plain = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"]
+    rotated = settings["qk_rope_head_dim"]
+    plain = settings["qk_nope_head_dim"]
     if settings["head_dim"] not in (None, rotated + plain):
         settings.refuse("head_dim", advice=f"leave it out, or give {rotated + plain}")
     # transformers counts the share that turns over all channels of a key.
