@@ -202,3 +202,8 @@ def take_auxiliary_losses() -> dict[str, Tensor]:
 
 def _metrics_tracker() -> Any:
     return importlib.import_module(f"{moe_utils.__package__}.moe_logging").get_moe_metrics_tracker()
+
+
+def one_or_list(items: list[Any]) -> Any:
+    """Return the only item of a list, or the list if it is longer, as megatron-core expects."""
+    return items[0] if len(items) == 1 else items

@@ -240,7 +240,7 @@ class Teacher:
     def logits_of(self, inputs: StepInputs) -> list[tuple[Tensor, Tensor]]:
         """Return `largest_logits` of each micro-batch on the last stage; [] on other stages."""
         count = inputs.num_microbatches
-        shape: Any = self.runner.boundary_shape(None, inputs.seq_length)
+        shape: Any = self.runner.shape_of(None, inputs.seq_length)
         logits: list[tuple[Tensor, Tensor]] = self.engine.run(
             self._forward_step,
             inputs.batches or [None] * count,

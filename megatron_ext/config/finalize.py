@@ -230,7 +230,12 @@ def _errors(run: RunConfig) -> Iterator[str]:
         from megatron_ext.config.rules.sharding import sharding_errors
 
         yield from sharding_errors(run)
-    yield from optimizer_rules.moment_errors(run.optimizer, run.model)
+    if {"exp_avg_dtype", "exp_avg_sq_dtype", "use_precision_aware_optimizer"} & {
+        *changed_fields(run.optimizer)
+    }:
+        from megatron_ext.config.rules.sharding import moment_errors
+
+        yield from moment_errors(run.optimizer, run.model)
     yield from optimizer_rules.ema_errors(run.ema, run.training)
     yield from run.checkpoint.errors(evaluates=run.training.evaluates)
     whole = not (run.checkpoint.no_save_optim or run.checkpoint.no_save_rng)

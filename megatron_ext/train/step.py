@@ -6,7 +6,7 @@ are its two halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -27,7 +26,7 @@ from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
 from megatron_ext.layers.specs import expert_pattern
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
-from megatron_ext.losses.contract import LossFunction, Report, StepCounts, checked
+from megatron_ext.losses.contract import Report, StepCounts
 from megatron_ext.optim.schedule import Schedule
 from megatron_ext.optim.update import UpdateResult, all_decide_on_device, update_parameters
 from megatron_ext.parallel.context import ParallelContext
@@ -202,11 +201,11 @@ class StepRunner:
         hooks.finalize_model_grads_func = finalize_model_grads
         self.scales_in_update = self.engine is not None and all_decide_on_device(optimizer)
         if flags.overlap_grad_reduce and not flags.shards_gradients:
-            hooks.no_sync_func = _one_or_list([chunk.no_sync for chunk in self.chunks])
+            hooks.no_sync_func = core.one_or_list([chunk.no_sync for chunk in self.chunks])
             if flags.align_grad_reduce:
-                hooks.grad_sync_func = _one_or_list([c.start_grad_sync for c in self.chunks])
+                hooks.grad_sync_func = core.one_or_list([c.start_grad_sync for c in self.chunks])
         if flags.gathers_in_forward and flags.align_param_gather:
-            hooks.param_sync_func = _one_or_list([c.start_param_sync for c in self.chunks])
+            hooks.param_sync_func = core.one_or_list([c.start_param_sync for c in self.chunks])
 
     def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
         """Compute the gradients over a global batch, and update the parameters once.
@@ -261,15 +260,14 @@ class StepRunner:
                     self._forward_step,
                     batches or [_NO_BATCH] * num_microbatches,
                     num_microbatches,
-                    self.boundary_shape(batches, inputs.seq_length),
+                    self.shape_of(batches, inputs.seq_length),
                     counts=counts,
                     masks=masks,
                     force_all_reduce=observed,
                 )
             else:
                 reports = self._run_by_core(
-                    batches,
-                    num_microbatches,
+                    batches or [_NO_BATCH] * num_microbatches,
                     counts,
                     masks,
                     inputs.seq_length,
@@ -332,8 +330,7 @@ class StepRunner:
         masks = self._masks(0)
         if self.engine is None:
             return self._run_by_core(
-                batches,
-                num_microbatches,
+                batches or [_NO_BATCH] * num_microbatches,
                 None,
                 masks,
                 None,
@@ -345,7 +342,7 @@ class StepRunner:
             self._forward_step,
             batches or [_NO_BATCH] * num_microbatches,
             num_microbatches,
-            self.boundary_shape(batches, None),
+            self.shape_of(batches, None),
             masks=masks,
             forward_only=True,
             collect_non_loss_data=collect_non_loss_data,
@@ -353,48 +350,26 @@ class StepRunner:
 
     def _run_by_core(
         self,
-        batches: Sequence[Batch] | None,
-        num_microbatches: int,
+        batches: Sequence[Batch],
         counts: StepCounts | None,
         masks: Masks | None,
         seq_length: int | None,
         **options: bool,
     ) -> list[Any]:
-        """Run a step with megatron-core's own schedule, which takes ``options``.
+        from megatron_ext.train.core_schedule import run_by_core
 
-        The other arguments and the result are those of `PipelineEngine.run`.
-        """
-
-        def forward_step(
-            iterator: Iterator[tuple[int, Batch]], chunk: torch.nn.Module
-        ) -> tuple[Tensor, LossFunction]:
-            microbatch, batch = next(iterator)
-            assert self._forward_step is not None
-            with nullcontext() if masks is None else masks(microbatch):
-                output, loss = self._forward_step(batch, chunk, counts)
-            return output, checked(loss)
-
+        assert self._forward_step is not None
         length = seq_length or self.config.model.seq_length
-        given = list(enumerate(batches or [_NO_BATCH] * num_microbatches))
+        size = self._micro_batch_size
+        step = partial(run_by_core, self._forward_step, self.chunks, length, size)
         with self.context.recorder.phase("forward"):
-            reports: list[Any] = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=_one_or_list([iter(given) for _ in self.chunks]),
-                model=_one_or_list(self.chunks),
-                num_microbatches=num_microbatches,
-                seq_length=length,
-                micro_batch_size=self._micro_batch_size,
-                decoder_seq_length=length,
-                **options,
-            )
-        return reports
+            return step(batches, counts, masks, **options)
 
     def prepared(self, inputs: StepInputs) -> Sequence[Batch] | None:
         """Return a step's micro-batches, changed by `Task.prepare_batches` on the last stage.
 
-        Return None on stages that read no data. All ranks call this together before the first
-        forward pass, in training and in evaluation, so that a subclass may run another network on
-        the micro-batches first.
+        All ranks call this together before a step's first forward pass, so that a subclass may run
+        another network on the micro-batches. The result is None on stages that read no data.
         """
         batches = inputs.batches
         prepare = self.task.prepare_batches
@@ -420,7 +395,7 @@ class StepRunner:
 
         return masks
 
-    def boundary_shape(self, batches: Sequence[Any] | None, seq_length: int | None) -> Shape:
+    def shape_of(self, batches: Sequence[Any] | None, seq_length: int | None) -> Shape:
         """Return the shape ``[s, b, h]`` of the tensors that this rank sends to the next stage.
 
         If the task has a `Task.boundary_shape`, return a list with the shape of each micro-batch.
@@ -487,11 +462,6 @@ class StepRunner:
 
 
 _NO_BATCH = Batch(*(None,) * 4)  # type: ignore[arg-type]
-
-
-def _one_or_list(items: list[Any]) -> Any:
-    """Return the only item of a list, or the list if it is longer, as megatron-core expects."""
-    return items[0] if len(items) == 1 else items
 
 
 def count_targets(batches: Sequence[Batch], context: ParallelContext) -> StepCounts:

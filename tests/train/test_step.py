@@ -13,6 +13,7 @@ from megatron_ext.data.batch import Batch
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.recorder import Recorder
+from megatron_ext.train import core_schedule
 from megatron_ext.train import step as module
 from megatron_ext.train.step import (
     StepInputs,
@@ -268,7 +269,7 @@ def test_the_shape_between_stages(
         task=SimpleNamespace(boundary_shape=None),
         transformer_config=SimpleNamespace(sequence_parallel=parallel, hidden_size=5),
     )
-    assert runner.boundary_shape(None, given) == (length, 2, 5)
+    assert runner.shape_of(None, given) == (length, 2, 5)
 
 
 def test_dropout_masks_follow_the_number_of_the_first_sample(
@@ -343,16 +344,14 @@ def test_megatron_cores_schedule_gets_the_length_of_the_step(
         masked.append(microbatch)
         return nullcontext()
 
-    monkeypatch.setattr(module, "get_forward_backward_func", lambda: schedule)
-    monkeypatch.setattr(module, "checked", lambda loss: f"checked {loss}")
+    monkeypatch.setattr(core_schedule, "get_forward_backward_func", lambda: schedule)
+    monkeypatch.setattr(core_schedule, "checked", lambda loss: f"checked {loss}")
     runner = runner_with(
         chunks=["one", "two"],
         _forward_step=lambda batch, chunk, counts: ((batch, chunk, counts), "loss"),
     )
     for length, given_masks in ((None, None), (16, masks)):
-        outputs = runner._run_by_core(
-            ["a", "b"], 2, "counts", given_masks, length, forward_only=False
-        )
+        outputs = runner._run_by_core(["a", "b"], "counts", given_masks, length, forward_only=False)
         assert outputs == [("a", "chunk", "counts"), ("b", "chunk", "counts")]
         assert given["seq_length"] == given["decoder_seq_length"] == (length or 48)
         assert (given["micro_batch_size"], given["num_microbatches"]) == (2, 2)

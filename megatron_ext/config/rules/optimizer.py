@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from megatron_ext.config.flags import spelling_of
-from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import (
     QUINTIC_STEPS,
     EmaConfig,
     OptimizerConfig,
 )
-from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import FlagError, exclusive
 
@@ -125,32 +123,6 @@ def _custom_errors(optimizer: OptimizerConfig) -> Iterator[FlagError]:
         )
     if own is not None and optimizer.optimizer != "custom":
         yield exclusive(("--optimizer", optimizer.optimizer), ("--optimizer-class", own))
-
-
-def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault in the dtypes of Adam's moments."""
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-        given = getattr(optimizer, name)
-        said = f"--{name.replace('_', '-')}"
-        if given != "fp32" and not optimizer.use_precision_aware_optimizer:
-            yield FlagError(said, given, "needs `--use-precision-aware-optimizer`", "give it too")
-    if not optimizer.use_precision_aware_optimizer:
-        return
-    if not optimizer.use_distributed_optimizer:
-        yield FlagError(
-            "--use-precision-aware-optimizer",
-            None,
-            "needs `--use-distributed-optimizer`, which saves the moments in float32",
-            "give both",
-        )
-    in_bf16 = "bf16" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
-    if in_bf16 and model.transformer_impl == TE_IMPL:
-        yield FlagError(
-            "--use-precision-aware-optimizer",
-            None,
-            "with moments in bf16 is done by the optimizer of the torch layers",
-            "use `--transformer-impl torch`",
-        )
 
 
 def _rate_errors(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[FlagError]:

@@ -1,6 +1,6 @@
-"""Rules of gradients and weights that data-parallel ranks share.
+"""Rules of what data-parallel ranks share, and of the dtypes of the state that they share.
 
-Only runs with ``--data-parallel-sharding-strategy`` import this file.
+Only runs with ``--data-parallel-sharding-strategy``, or with flags of moments, import this file.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from megatron_ext.config.model import ModelConfig
+from megatron_ext.config.optimizer import OptimizerConfig
 from megatron_ext.config.parallel import SPLIT_SCHEDULES
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
@@ -84,4 +86,30 @@ def _weight_sharding_errors(
             "does not go with `--transformer-impl transformer_engine`, whose layers keep copies of "
             "their weights",
             "use torch",
+        )
+
+
+def moment_errors(optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault in the dtypes of Adam's moments."""
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        given = getattr(optimizer, name)
+        said = f"--{name.replace('_', '-')}"
+        if given != "fp32" and not optimizer.use_precision_aware_optimizer:
+            yield FlagError(said, given, "needs `--use-precision-aware-optimizer`", "give it too")
+    if not optimizer.use_precision_aware_optimizer:
+        return
+    if not optimizer.use_distributed_optimizer:
+        yield FlagError(
+            "--use-precision-aware-optimizer",
+            None,
+            "needs `--use-distributed-optimizer`, which saves the moments in float32",
+            "give both",
+        )
+    in_bf16 = "bf16" in (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype)
+    if in_bf16 and model.transformer_impl == TE_IMPL:
+        yield FlagError(
+            "--use-precision-aware-optimizer",
+            None,
+            "with moments in bf16 is done by the optimizer of the torch layers",
+            "use `--transformer-impl torch`",
         )
