@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 
 from megatron_ext.device import Device, select
 from megatron_ext.extras.audit.reproduced import layout_of
@@ -122,6 +124,10 @@ def _fork(
     body: Body, layout: Layout, arguments: dict[str, Any], folder: Path, timeout: float
 ) -> list[str]:
     children = {}
+    # megatron-core caches angles under their module, which holds groups. A rank that drops a group
+    # of this process waits forever for the group's threads, which are not forked with it.
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
     gc.collect()  # what is frozen is never collected
     gc.freeze()  # as the launcher does
     for rank in range(layout.world_size):

@@ -4,7 +4,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from megatron_ext.device import select
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.grid import Layout
 from tests.ranks import _spawn, ranks, run_on_ranks
@@ -42,3 +45,21 @@ def test_ranks_that_are_spawned_find_the_body_of_their_test(tmp_path: Path) -> N
     failed = _spawn(body, Layout(2), {"tmp_path": tmp_path}, tmp_path / "store", 60)
     assert failed == []
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
+
+
+def test_a_rank_drops_no_group_of_the_process_that_forks_it(tmp_path: Path) -> None:
+    """Angles that megatron-core caches hold groups; a full cache drops the oldest in a rank."""
+
+    def fill(_: ParallelContext | None) -> None:
+        for _ in range(40):
+            group = torch.distributed.new_group([0])
+            RotaryEmbedding(8, 1.0, use_cpu_initialization=True, cp_group=group)(4)
+
+    select().activate(0)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        fill(None)
+    finally:
+        torch.distributed.destroy_process_group()
+    run_on_ranks(fill, Layout(1), {}, timeout=20)
