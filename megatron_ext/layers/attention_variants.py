@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from megatron.core import tensor_parallel
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
+from megatron_ext.layers.heads_norm import HeadsNorm
 from megatron_ext.layers.norms import Norm
 from megatron_ext.layers.transformer_layer import SelfAttention
 
@@ -28,59 +21,6 @@ def norm_in_core(transformer_config: TransformerConfig, usual: Any) -> Any:
     names = ("qk_layernorm_all_heads", "qk_layernorm_after_rope")
     moved = any(getattr(transformer_config, name, False) for name in names)
     return IdentityOp if moved else usual
-
-
-class HeadsNorm(torch.nn.Module):
-    """RMSNorm (arXiv:1910.07467) over the channels of all heads, of which each rank holds some.
-
-    Its weight has one entry for each channel of this rank's heads.
-
-    Args:
-        heads: number of heads on all ranks together.
-    """
-
-    def __init__(self, config: TransformerConfig, heads: int, tp_group: ProcessGroup) -> None:
-        super().__init__()
-        self.eps = config.layernorm_epsilon
-        self.zero_centered = config.layernorm_zero_centered_gamma
-        self.tp_group = tp_group
-        self.count = heads * config.kv_channels
-        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        fill = torch.zeros if self.zero_centered else torch.ones
-        own = self.count // tp_group.size()
-        self.weight = torch.nn.Parameter(fill(own, dtype=config.params_dtype, device=device))
-        tensor_parallel.set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-
-    def forward(self, heads: Tensor) -> Tensor:
-        """Return the normalized heads; they are ``[s, b, n, d]``, n of them on this rank."""
-        x = heads.float() if heads.dtype in (torch.bfloat16, torch.float16) else heads
-        squares = x.square().sum((-2, -1), keepdim=True)
-        if self.tp_group.size() > 1:
-            # The sum reaches the output of each rank, whose gradients add up.
-            total = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
-            squares = copy_to_tensor_model_parallel_region(total, group=self.tp_group)
-        gain = self.weight.to(x.dtype).view(heads.shape[-2:])
-        if self.zero_centered:
-            gain = gain + 1
-        normed = x * torch.rsqrt(squares / self.count + self.eps) * gain
-        return normed.to(heads.dtype)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return the sharded state: the weight, split over the tensor-parallel ranks."""
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=(metadata or {}).get("dp_cp_group"),
-        )
-        return state
 
 
 class VariantSelfAttention(SelfAttention):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_ext.errors import DataError
 from megatron_ext.layers import sdpa
+from megatron_ext.layers.heads_norm import summed
 from megatron_ext.layers.norms import LayerNorm, spec_of, weights_of
 from megatron_ext.layers.pointwise import activated
 from megatron_ext.video.config.sizes import TIMESTEP_WIDTH
@@ -30,7 +31,6 @@ from megatron_ext.video.networks.wan.pointwise import (
     heads,
     residual_and_modulated,
     squares_of_heads,
-    summed,
 )
 
 

@@ -6,21 +6,14 @@ of a learned table and a projection of the frame's timestep; f is 1 if all frame
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.compiled import compiled
 from megatron_ext.layers.fused_residual import FusedResidual
+from megatron_ext.layers.heads_norm import HeadsWeight, exact, squares, summed
 from megatron_ext.layers.norms import NormSpec as Norm
 from megatron_ext.layers.norms import norm
 from megatron_ext.video.model.attention import rotate
@@ -76,7 +69,7 @@ def _frames(x: Tensor, part: Tensor) -> Tensor:
     return torch.unflatten(x, 0, (part.size(0), -1))
 
 
-class FullWidthRMSNorm(Part):
+class FullWidthRMSNorm(HeadsWeight, Part):
     """RMSNorm of queries or keys over the features of all heads; ranks hold different heads.
 
     In ``y = x / sqrt(mean(x^2) + eps) * weight`` (arXiv:1910.07467) the mean covers all h features,
@@ -104,25 +97,6 @@ class FullWidthRMSNorm(Part):
         total = summed(_squares(x, bias), self.tp_group)
         return _scaled(x, bias, total, self.weight, self.width, eps)
 
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return the sharded tensor of the scales for megatron-core's checkpoints."""
-        dp_cp = (metadata or {})["dp_cp_group"]
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets,
-            tp_group=self.tp_group, dp_cp_group=dp_cp,
-        )  # fmt: skip
-        return state
-
-
-def squares(x: Tensor) -> Tensor:
-    """Return sums of squares over the last two axes of ``[..., n, d]``, in at least float32."""
-    return x.to(_exact(x)).square().sum(dim=(-2, -1))
-
 
 def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> Tensor:
     """Return ``x``, ``[..., n, d]``, RMS-normalized and multiplied by ``weight``.
@@ -131,11 +105,7 @@ def scaled(x: Tensor, total: Tensor, weight: Tensor, width: int, eps: float) -> 
     those of heads on other ranks.
     """
     scale = torch.rsqrt(total / width + eps)
-    return (x.to(_exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
-
-
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return (x.to(exact(x)) * scale[..., None, None]).to(x.dtype) * weight.view(x.shape[-2:])
 
 
 @compiled
@@ -158,17 +128,6 @@ def _scaled(
 
 def _with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias.view(x.shape[-2:])
-
-
-def summed(sums: Tensor, group: ProcessGroup) -> Tensor:
-    """All-reduce ``sums`` over ``group``; in the backward pass all-reduce the gradient too.
-
-    Each rank uses the total for its own heads only, so the gradients of all ranks must be added.
-    """
-    total: Tensor = copy_to_tensor_model_parallel_region(
-        reduce_from_tensor_model_parallel_region(sums, group=group), group=group
-    )
-    return total
 
 
 def _modulated(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor]:
