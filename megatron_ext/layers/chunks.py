@@ -46,8 +46,7 @@ def build_chunks(
     if by_name and config.optimizer.shards_weights and not tied_stages:
         from megatron_ext.layers.weight_shards import shard_at_start
 
-        # Frozen weights stay whole: nothing gathers them.
-        keep = partial(_shard_if_trained, partial(shard_at_start, groups=context.pgs))
+        keep = partial(shard_at_start, groups=context.pgs)
     bits = config.lora.lora_quantize_weights
     if bits is not None:
         from megatron_ext.layers.quantized import drop_values, mark_weights
@@ -127,13 +126,6 @@ def build_chunks(
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunks
-
-
-def _shard_if_trained(
-    shard: Callable[[torch.nn.Parameter], None], parameter: torch.nn.Parameter
-) -> None:
-    if parameter.requires_grad:
-        shard(parameter)
 
 
 _TIED = (

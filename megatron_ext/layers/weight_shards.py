@@ -78,8 +78,11 @@ def shard_at_start(parameter: Any, groups: ProcessGroupCollection) -> None:
     """Shard a parameter that has just got its values, so that no rank ever holds a whole model.
 
     The values must be equal on all ranks of the group. The parameter becomes NaN, and its attribute
-    ``first_shard`` has the values. A parameter without copies on other ranks stays whole in it.
+    ``first_shard`` has the values. A parameter without copies on other ranks stays whole in it. A
+    frozen parameter is left as it is, since nothing would gather it.
     """
+    if not parameter.requires_grad:
+        return
     group = _group_of(parameter, groups)
     flat = parameter.data.reshape(-1)
     ranks = group.size()
@@ -299,8 +302,7 @@ class ShardedWeights(ShardedGradients):
             if equalize:
                 group = _group_of(parameter, groups)
                 torch.distributed.broadcast(parameter.data, group=group, group_src=0)
-            if parameter.requires_grad:
-                shard_at_start(parameter, groups)
+            shard_at_start(parameter, groups)
         self._passes: deque[_Pass] = deque()
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
