@@ -94,23 +94,15 @@ def open_torch_format(folder: Path) -> Source:
                 for expert_rank in range(grid.expert):
                     held = files[stage, expert_rank].get(chunk, {})
                     for name, value in _in_whole_model(held, offset, expert_rank, arguments):
-                        reason = names.reason_to_skip(name)
-                        if reason is not None or not isinstance(value, Tensor):
-                            unused[name] = reason or "no tensor"
+                        reason = _reason_to_skip(name, value)
+                        if reason is not None:
+                            unused[name] = reason
                             continue
                         is_expert = "experts" in name and name.endswith("]")
                         if expert_rank and not is_expert:
                             continue
                         tensors.setdefault(key_of(name), []).append((name, value))
-    return Source(
-        path=folder,
-        arguments=arguments,
-        iteration=content.get("iteration"),
-        tensors={key: _stored(parts) for key, parts in tensors.items()},
-        vocabulary=_rows(tensors, folder),
-        dtype=tensors[_EMBEDDING][0][1].dtype,
-        unused=unused,
-    )
+    return _source(folder, arguments, content.get("iteration"), tensors, unused)
 
 
 def open_deepspeed(folder: Path) -> Source:
@@ -134,16 +126,32 @@ def open_deepspeed(folder: Path) -> Source:
     unused = {name: _NO_WEIGHTS for name in content if name not in ("args", "module", "iteration")}
     for held in weights:
         for name, value in held.items():
-            reason = names.reason_to_skip(name)
-            if reason is not None or not isinstance(value, Tensor):
-                unused[name] = reason or "no tensor"
+            reason = _reason_to_skip(name, value)
+            if reason is not None:
+                unused[name] = reason
                 continue
             key = key_of(names.with_expert(names.core_name(name)))
             tensors.setdefault(key, []).append((name, value))
+    return _source(folder, arguments, content.get("iteration"), tensors, unused)
+
+
+def _reason_to_skip(name: str, value: Any) -> str | None:
+    """Return why an entry of a rank's file is no weight to import, None if it is one."""
+    return names.reason_to_skip(name) or (None if isinstance(value, Tensor) else "no tensor")
+
+
+def _source(
+    folder: Path,
+    arguments: Namespace,
+    iteration: Any,
+    tensors: dict[Key, list[tuple[str, Any]]],
+    unused: dict[str, str],
+) -> Source:
+    """Return the checkpoint of weights whose parts, by key, the tensor-parallel ranks hold."""
     return Source(
         path=folder,
         arguments=arguments,
-        iteration=content.get("iteration"),
+        iteration=iteration,
         tensors={key: _stored(parts) for key, parts in tensors.items()},
         vocabulary=_rows(tensors, folder),
         dtype=tensors[_EMBEDDING][0][1].dtype,
