@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.distillation.train import TASK
 from tests.examples.scripts import rows as rows_of
 from tests.examples.scripts import smoke
-from tests.examples.test_preferences import EXPERTS, LLAMA, PP2, TP2, make_model
+from tests.examples.test_preferences import EXPERTS, LAYOUTS, LLAMA, SOME_SLOW, make_model
 from tests.text.sft import tiny
 from tests.training_runs import errors_of, train_steps
 
@@ -99,25 +99,12 @@ def run(made: Path, name: str, save: Path, words: str, ranks: int) -> list[list[
     return [[row[key] for key in NAMES] for row in train_steps(flags, save, ranks, task=TASK)]
 
 
-LAYOUTS = {
-    "one": ("llama", "", 1),
-    "tp": ("llama", TP2, 2),
-    "pp": ("llama", f"{PP2} --distill-divergence reverse", 2),
-    "cp": ("llama", "--context-parallel-size 2", 2),
-    "dp": ("llama", "--use-distributed-optimizer", 2),
-    "tp pp": ("llama", f"{TP2} {PP2} --micro-batch-size 2", 4),
-    "experts": ("experts", f"--expert-model-parallel-size 2 --moe-aux-loss-coeff 0 {PP2}", 4),
-}
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [x if x in ("tp pp", "cp") else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", SOME_SLOW)
 def test_steps_are_those_of_plain_torch(made: Path, tmp_path: Path, layout: str) -> None:
     name, words, ranks = LAYOUTS[layout]
+    direction = "reverse" if layout == "pp" else "forward"
+    words = f"{words} --distill-divergence {direction}"
     found = run(made, name, tmp_path / "run", words, ranks)
-    direction = "reverse" if "reverse" in words else "forward"
     for mine, theirs in zip(found, plain(made, name, direction, 3), strict=True):
         assert mine == pytest.approx([theirs[key] for key in NAMES], rel=1e-5)
 

@@ -169,12 +169,12 @@ LAYOUTS = {
     "tp pp": ("llama", f"{TP2} {PP2} --micro-batch-size 2", 4),
     "experts": ("experts", f"--expert-model-parallel-size 2 --moe-aux-loss-coeff 0 {PP2}", 4),
 }
+SOME_SLOW = [
+    x if x in ("tp pp", "cp") else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS
+]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [x if x in ("tp pp", "cp") else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", SOME_SLOW)
 def test_steps_are_those_of_plain_torch(made: Path, tmp_path: Path, layout: str) -> None:
     name, words, ranks = LAYOUTS[layout]
     found = run(made, name, tmp_path / "run", f"{words} --dpo-label-smoothing 0.1", ranks)

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ from megatron_ext.programs.lora import main as lora
 from megatron_ext.train.launch import fork_ranks
 from tests.text.convert.models import make, theirs, tokens
 from tests.text.convert.test_training import (
-    DECAY,
-    EPSILON,
     LAYOUTS,
-    RATE,
     curve_of,
     flags_of,
     record,
+    trained_by_torch,
 )
 from tests.training_runs import config_of, train
 
@@ -90,22 +87,7 @@ def truth(
     """Return loss and gradient norm of each step of peft's model, and its logits at the end."""
     base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups: list[Mapping[str, Any]] = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([dict(x) for x in groups], lr=RATE, eps=EPSILON)
-    found = []
-    for batches in steps:
-        ids, labels = (torch.cat([batch[x] for batch in batches]) for x in (0, 1))
-        logits = model(ids).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        found.append((loss.item(), norm.item()))
+    found = trained_by_torch(model, steps)
     with torch.no_grad():
         return found, model.eval()(tokens()).logits
 

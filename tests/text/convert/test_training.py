@@ -97,8 +97,15 @@ def truth(source: Path, steps: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    return trained_by_torch(model, steps)
+
+
+def trained_by_torch(
+    model: torch.nn.Module, steps: list[list[tuple[Tensor, Tensor]]]
+) -> list[tuple[float, float]]:
+    """Train a model of transformers in place; return loss and gradient norm of each step."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     # Megatron-LM decays matrices only.
-    parameters = list(model.parameters())
     groups: list[Mapping[str, Any]] = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
