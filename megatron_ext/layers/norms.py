@@ -120,12 +120,9 @@ class Norm:
         zero_centered = config.layernorm_zero_centered_gamma
         fuses = fusions_of(config).norm
         has_bias = config.normalization == "RMSNorm" or getattr(config, "norm_bias", True)
+        options = {} if has_bias else {"bias": False}
         norm: torch.nn.Module = NORMS[config.normalization](
-            hidden_size,
-            eps,
-            zero_centered=zero_centered,
-            compiled=fuses,
-            **({} if has_bias else {"bias": False}),
+            hidden_size, eps, zero_centered=zero_centered, compiled=fuses, **options
         )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
