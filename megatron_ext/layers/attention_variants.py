@@ -1,16 +1,23 @@
-"""Self-attention that some families compute otherwise than Megatron-LM: where it normalizes."""
+"""Self-attention that some families compute otherwise: where it normalizes, and a gate after it.
+
+With ``--attention-output-gate`` (Qwen3-Next; "Gated Attention for Large Language Models",
+arXiv:2505.06708) the projection of queries also computes a gate for each channel of each head. The
+output of the heads is multiplied by the sigmoid of their gates before the output projection.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megatron_ext.layers.heads_norm import HeadsNorm
+from megatron_ext.layers.compiled import compiled, fusions_of
+from megatron_ext.layers.heads_norm import HeadsNorm, exact
 from megatron_ext.layers.norms import Norm
-from megatron_ext.layers.transformer_layer import SelfAttention
+from megatron_ext.layers.transformer_layer import SelfAttention, WithBias
 
 
 def norm_in_core(transformer_config: TransformerConfig, usual: Any) -> Any:
@@ -23,10 +30,23 @@ def norm_in_core(transformer_config: TransformerConfig, usual: Any) -> Any:
     return IdentityOp if moved else usual
 
 
-class VariantSelfAttention(SelfAttention):
-    """Self-attention whose queries and keys are normalized over all heads, or after rotation.
+def times_gate(attended: Tensor, gate: Tensor) -> Tensor:
+    """Return the output ``[s, b, n * d]`` of n heads times the sigmoid of ``gate``.
 
-    Its spec has no norm of queries and keys in megatron-core's places.
+    ``gate`` is ``[s, b, n, d]``. The sigmoid is computed in at least float32.
+    """
+    factors = torch.sigmoid(gate.to(exact(gate))).flatten(2)
+    return (attended * factors).to(attended.dtype)
+
+
+compiled_times_gate = compiled(times_gate)
+
+
+class VariantSelfAttention(SelfAttention):
+    """Self-attention with norms of queries and keys in other places, or with gates of its heads.
+
+    Its spec has no norm of queries and keys in megatron-core's places if these are over all heads
+    or after rotation.
 
     Attributes:
         scale_table: index, in ``[s, 1, k, d]`` of the rotary embedding, of the factors of queries
@@ -56,6 +76,28 @@ class VariantSelfAttention(SelfAttention):
             self.rotated_q_layernorm = Norm(config, size, eps)
             self.rotated_k_layernorm = Norm(config, size, eps)
 
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> WithBias:
+        """Return what the base class does, with the gates of ``--attention-output-gate`` applied.
+
+        megatron-core's own method, which calls with other arguments reach, applies them itself.
+        """
+        rotary = kwargs.get("rotary_pos_emb")
+        has_others = any(x is not None for name, x in kwargs.items() if name != "rotary_pos_emb")
+        if not self.config.attention_output_gate or has_others or isinstance(rotary, tuple):
+            return super().forward(hidden_states, attention_mask, **kwargs)
+        query, key, value, gate = self.get_query_key_value_tensors(
+            hidden_states, None, output_gate=True
+        )
+        query, key = self._turned(query, key, None if self.rotary.index is None else rotary)
+        checkpoints = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
+        attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
+        multiply = compiled_times_gate if fusions_of(self.config).rotary else times_gate
+        output: WithBias = self.linear_proj(multiply(attended, gate))
+        return output
+
     def _fuses(self, x: Tensor) -> bool:
         """Return False: `fused_layer.projected` knows only megatron-core's norms."""
         return False
@@ -68,14 +110,12 @@ class VariantSelfAttention(SelfAttention):
         query, key, *rest = projected
         return (self.q_norm(query), self.k_norm(key), *rest)
 
-    def _projected_by_core(
-        self, hidden: Tensor, rotary: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(self, query: Tensor, key: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what the base class does, with norms after the rotation and factors applied."""
-        query, key, value = super()._projected_by_core(hidden, rotary)
+        query, key = super()._turned(query, key, rotary)
         if self.rotated_q_layernorm is not None:
             query = self.rotated_q_layernorm(query)
             key = self.rotated_k_layernorm(key)
         if self.scale_table is not None and rotary is not None:
             query = query * rotary[:, :, self.scale_table, :1].unsqueeze(2).to(query.dtype)
-        return query, key, value
+        return query, key

@@ -8,13 +8,16 @@ from typing import Any
 from torch.nn import Module
 
 
-def fused_rows(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[int, ...]]]:
+def fused_rows(
+    chunk: Module, *, split_qkv: bool, split_gates: bool = True
+) -> Iterator[tuple[Any, tuple[int, ...]]]:
     """Yield each weight that fuses several matrices, with the numbers of rows of these.
 
     The rows of the matrices follow one another in these numbers, again and again: of a projection
-    to queries, keys and values, once for each group of heads. A module whose weight fuses such
-    matrices in another way has an attribute ``fused_parts``, the numbers. Without ``split_qkv``,
-    fused queries, keys and values count as one matrix.
+    to queries, their gates if any, keys and values, once for each group of heads. A module whose
+    weight fuses such matrices in another way has an attribute ``fused_parts``, the numbers. Without
+    ``split_qkv``, fused queries, keys and values count as one matrix; without ``split_gates`` the
+    queries and their gates do.
     """
     for module in chunk.modules():
         config = getattr(module, "config", None)
@@ -23,7 +26,9 @@ def fused_rows(chunk: Module, *, split_qkv: bool) -> Iterator[tuple[Any, tuple[i
             head = getattr(module, "hidden_size_per_attention_head", None)
             if head is not None:
                 queries = config.num_attention_heads // config.num_query_groups * head
-                yield layers["linear_qkv"].weight, (queries, head, head)
+                gated = getattr(config, "attention_output_gate", False)
+                rows = (queries,) * (1 + gated) if split_gates else (queries * (1 + gated),)
+                yield layers["linear_qkv"].weight, (*rows, head, head)
         if "linear_fc1" in layers and getattr(config, "gated_linear_unit", False):
             # Each expert in a group of experts has its own weight.
             for weight in layers["linear_fc1"].parameters(recurse=False):

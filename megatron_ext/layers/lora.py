@@ -271,7 +271,8 @@ def attach_adapters(
     for chunk in chunks:
         fused = {}
         if config.lora_separate_projections:
-            fused = dict(fused_rows(chunk, split_qkv=True))
+            # A public projection of queries computes their gates, too.
+            fused = dict(fused_rows(chunk, split_qkv=True, split_gates=False))
         for name, parameter in chunk.named_parameters():
             tied = "output_layer." in name and getattr(parameter, "shared_embedding", False)
             parameter.requires_grad_(trains_whole(config, name, tied=tied))

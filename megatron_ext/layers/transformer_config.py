@@ -186,8 +186,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     @property
     def varies_attention(self) -> bool:
         """Return whether self-attention is a `layers.attention_variants.VariantSelfAttention`."""
-        scales = self.llama_4_scaling_beta is not None
-        return scales or self.qk_layernorm_all_heads or self.qk_layernorm_after_rope
+        changes = self.llama_4_scaling_beta is not None or self.attention_output_gate
+        return changes or self.qk_layernorm_all_heads or self.qk_layernorm_after_rope
 
 
 @dataclass

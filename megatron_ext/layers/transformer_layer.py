@@ -135,8 +135,15 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         None rotates nothing.
         """
         query, key, value = self.get_query_key_value_tensors(hidden, None)
+        return *self._turned(query, key, rotary), value
+
+    def _turned(self, query: Tensor, key: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return rotated queries ``[s, b, n, d]`` and keys ``[s, b, g, d]``.
+
+        ``rotary`` has the angles ``[s, 1, k, d]``; None rotates nothing.
+        """
         if rotary is None:
-            return query, key, value
+            return query, key
         index = self.rotary.index or 0
         own = rotary if rotary.size(2) == 1 else rotary[:, :, index : index + 1]
         turn = functools.partial(
@@ -146,7 +153,7 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
             mscale=self.rotary.magnitude,
             cp_group=self.pg_collection.cp,
         )
-        return turn(query), turn(key), value
+        return turn(query), turn(key)
 
 
 class MLP(core.MLP):  # type: ignore[misc]

@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "squared ReLU": {"activation_func": squared_relu, "add_bias_linear": True},
     "quick GEGLU": {"activation_func": quick_gelu, **GATED},
     "interleaved": {"rotary_interleaved": True},
+    "gates of heads": {"attention_output_gate": True, "qk_layernorm": True},
     "recomputed mlp": {**SELECTIVE, "recompute_modules": ["mlp"]},
     "recomputed attention": {**SELECTIVE, "recompute_modules": ["core_attn"]},
     "recomputed": FULL,

@@ -247,9 +247,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> parity.Recording:
     return truth
 
 
-@pytest.mark.parametrize("layout", ["tp2sp", "pp2vpp2", "dp2do"])
-def test_separate_projections_train_as_on_one_rank(layout: str, tmp_path: Path) -> None:
-    words = [*SAME_WEIGHTS, APART]
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [("tp2sp", "--attention-output-gate"), ("pp2vpp2", ""), ("dp2do", "")],
+)
+def test_separate_projections_train_as_on_one_rank(layout: str, more: str, tmp_path: Path) -> None:
+    words = [*SAME_WEIGHTS, APART, *more.split()]
     truth = run_layout("dp1", words, tmp_path / "truth")
     found = parity.compare(run_layout(layout, words, tmp_path / "run"), truth, parity.Tolerances())
     assert_same(found)

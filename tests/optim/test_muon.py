@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.files import folder_of
 from megatron_ext.config.optimizer import QUINTIC_STEPS
 from megatron_ext.layers.chunks import wrap_chunks
+from megatron_ext.layers.fused_rows import fused_rows
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim import dealing
 from megatron_ext.optim.builder import build_optimizer
@@ -423,6 +424,20 @@ def test_only_gated_layers_fuse_two_matrices() -> None:
     for gated, rows in ((True, (4, 4)), (False, (8,))):
         (matrix,) = matrices_of(_MLP(gated=gated), _groups(1, 1), split_qkv=True).values()
         assert matrix.rows == rows
+
+
+@pytest.mark.parametrize(("gated", "rows"), [(False, (6, 2, 2)), (True, (6, 6, 2, 2))])
+def test_gates_of_heads_are_a_matrix_of_their_own(gated: bool, rows: tuple[int, ...]) -> None:
+    layer = torch.nn.Module()
+    sizes = {"num_attention_heads": 6, "num_query_groups": 2, "attention_output_gate": gated}
+    layer.config = SimpleNamespace(**sizes)  # type: ignore[assignment]
+    layer.hidden_size_per_attention_head = 2  # type: ignore[assignment]
+    layer.linear_qkv = torch.nn.Linear(3, 2 * sum(rows))
+    (matrix,) = matrices_of(layer, _groups(1, 1), split_qkv=True).values()
+    assert matrix.rows == rows
+    # An adapter of the queries is that of their gates, too.
+    ((_, of_adapters),) = fused_rows(layer, split_qkv=True, split_gates=False)
+    assert of_adapters == (sum(rows) - 4, 2, 2)
 
 
 def test_a_run_with_kernels_writes_the_copies_in_16_bits() -> None:

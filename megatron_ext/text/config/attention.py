@@ -50,6 +50,11 @@ class AttentionConfig(LayerSection):
         "gpt-oss); off-by-one fixes it at 0",
         choices="vanilla off-by-one learnable",
     )
+    attention_output_gate: bool = fixed_flag(
+        False,
+        "multiply the output of each head by the sigmoid of a gate, which is projected with the "
+        "query, as in Qwen3-Next",
+    )
 
     @property
     def changes_scores(self) -> bool:

@@ -20,6 +20,7 @@ REPLACED = {
     "qk_layernorm_all_heads": "its norms are those of the vectors before the heads",
     "qk_layernorm_after_rope": "its norms are those of the vectors before the heads",
     "no_rope_freq": "all its layers rotate a part of each head",
+    "attention_output_gate": "its projections compute no gate",
     "softmax_scale": "its factor follows from the channels of a key and `--mscale-all-dim`",
 }
 """Fields of other sections that do not go with multi-latent attention, each with the reason."""

@@ -260,6 +260,7 @@ SHAPE = (
     "rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling "
     "rope_scaling_factor rope_scaling rope_local_base_freq no_rope_freq window_size "
     "window_attn_skip_freq softmax_type softmax_scale attn_logit_softcapping "
+    "attention_output_gate "
     "final_logit_softcapping normalization norm_epsilon apply_layernorm_1p swiglu squared_relu "
     "quick_geglu geglu openai_gelu activation_func_clamp_value glu_linear_offset add_bias_linear "
     "add_qkv_bias add_proj_bias add_mlp_bias qk_layernorm sandwich_norm embedding_multiplier "

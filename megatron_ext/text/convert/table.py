@@ -7,7 +7,8 @@ slices of the Hugging Face tensors a slice of our parameter needs, and for an ex
 
 Two of our weights are fused. ``linear_qkv`` holds, for each of g query groups, the rows of its
 query heads, then of its key, then of its value: ``[g, n/g + 2, d, h]``, flattened to ``[rows, h]``
-(Megatron's order), for n heads of size d and hidden size h. ``linear_fc1`` of a gated MLP holds
+(Megatron's order), for n heads of size d and hidden size h. The gates of the heads, if any, follow
+the query heads: ``[g, 2 n/g + 2, d, h]``. ``linear_fc1`` of a gated MLP holds
 the rows of the gate, then the rows of the other projection: ``[2 * ffn, h]``.
 """
 
@@ -237,6 +238,22 @@ def parse(name: str) -> OurName | None:
 def grouped_qkv(model: ModelConfig, query: str, key: str, value: str) -> Parts:
     """Return the parts of ``linear_qkv`` from separate tensors of queries, keys and values."""
     return _qkv(model, ((query, 0), (key, 0), (value, 0)))
+
+
+def gated_qkv(model: ModelConfig, query: str, key: str, value: str) -> Parts:
+    """Return the parts of ``linear_qkv`` with gates of the heads, from three tensors.
+
+    The rows of each head's query, and then those of its gate, follow one another in ``query``.
+    """
+    heads, groups, size = head_sizes(model)
+    share = heads // groups
+    parts: list[Part] = []
+    for group in range(groups):
+        own = range(group * share, (group + 1) * share)
+        parts += [Part(query, size, 2 * head * size) for head in own]
+        parts += [Part(query, size, (2 * head + 1) * size) for head in own]
+        parts += [Part(tensor, size, group * size) for tensor in (key, value)]
+    return tuple(parts)
 
 
 def fused_qkv(model: ModelConfig, tensor: str) -> Parts:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from megatron_ext.config.model import ModelConfig
-from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, grouped_qkv
+from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, gated_qkv, grouped_qkv
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ def _separate_qkv(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
     return grouped_qkv(sizes.model, *tensors)
 
 
+def _gated_qkv(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
+    return gated_qkv(sizes.model, *tensors)
+
+
 def _fused_qkv(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
     return fused_qkv(sizes.model, tensors[0])
 
@@ -113,6 +117,14 @@ def vocabulary(tensor: str) -> Source:
 def separate_qkv(query: str, key: str, value: str, *, transposed: bool = False) -> Source:
     """Return the source of ``linear_qkv`` in separate tensors of queries, keys and values."""
     return Source((query, key, value), _separate_qkv, transposed)
+
+
+def separate_gated_qkv(query: str, key: str, value: str) -> Source:
+    """Return the source of ``linear_qkv`` with gates, in tensors of queries, keys and values.
+
+    ``query`` has the rows of each head's query, and then those of its gate.
+    """
+    return Source((query, key, value), _gated_qkv)
 
 
 def fused_qkv_of(tensor: str, *, transposed: bool = False) -> Source:

@@ -94,7 +94,8 @@ class Activations(GptRun):
         of_head = sizes.tokens * sizes.d * sizes.width
         queries = of_head * sizes.n // sizes.tp
         keys = of_head * sizes.g // sizes.tp
-        mixed = queries + 2 * keys
+        gates = of_head * sizes.gates // sizes.tp
+        mixed = queries + gates + 2 * keys
         gathered = 2 * keys * sizes.cp
         rotates = self.config.section(PositionConfig).position_embedding_type == "rope"
         # Where groups of heads share keys, the queries are cut out of the projection by a copy,
@@ -104,7 +105,8 @@ class Activations(GptRun):
         if model.qk_layernorm:
             kept += mixed + (queries + keys if self.block.qk_layernorm_after_rope else copied)
             kept += self.qk_norms()
-        if sizes.gpu and model.apply_rope_fusion and rotates and not model.qk_layernorm:
+        kept += self.gates() if gates else 0
+        if sizes.gpu and model.apply_rope_fusion and rotates and not (model.qk_layernorm or gates):
             # One kernel copies all three out of the projection, whose memory is then freed. All
             # layers share the rotary tables.
             return queries + gathered if self._exchange == "gather" else mixed
@@ -118,6 +120,17 @@ class Activations(GptRun):
             # Keys and values of a group are copied for each of its heads, see `scores`.
             return kept + queries
         return kept + viewed + (queries + keys if fresh else copied)
+
+    def gates(self) -> int:
+        """Return the bytes that the gates of heads keep, besides attention's own output.
+
+        They are the sigmoids and their products with the output. A compiled function computes the
+        sigmoids again, from the gates.
+        """
+        x = self.sizes
+        channels = x.tokens * x.gates * x.d // x.tp
+        fused = x.gpu and self.config.model.apply_rope_fusion
+        return channels * (x.width + (x.width if fused else max(x.width, FP32)))
 
     def qk_norms(self) -> int:
         """Return the bytes that the norms of queries and keys keep besides their inputs."""

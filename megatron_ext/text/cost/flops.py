@@ -43,6 +43,7 @@ class Sizes(Ranks):
         experts: for each layer, whether it holds experts.
         latent: the sizes of multi-latent attention, with which d is the size of a head's value;
             None for other attention.
+        gates: number of heads whose output a gate multiplies: n or 0.
     """
 
     s: int
@@ -56,16 +57,17 @@ class Sizes(Ranks):
     depths: int
     experts: tuple[bool, ...]
     latent: LatentSizes | None = None
+    gates: int = 0
 
     @property
     def projected(self) -> int:
-        """Return the channels per token of queries, keys and values together, over all heads.
+        """Return the channels per token of queries, gates, keys and values, over all heads.
 
         For multi-latent attention, return the outputs of the two up-projections together.
         """
         if self.latent is not None:
             return self.latent.queries + self.latent.keys_and_values
-        return (self.n + 2 * self.g) * self.d
+        return (self.n + self.gates + 2 * self.g) * self.d
 
     @property
     def key(self) -> int:

@@ -23,6 +23,7 @@ from megatron_ext.planning.network import Case, Flops, Volume, fp8_bytes, ring
 from megatron_ext.planning.products import FORWARD_AND_BACKWARD, Linear
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.weights import Weight, is_linear, weights_of, with_frozen
+from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
@@ -241,6 +242,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
             depths=model.mtp_num_layers or 0,
             experts=tuple(config.section(MoEConfig).expert_layers(model.num_layers or 0)),
             latent=LatentSizes.of(config),
+            gates=n if config.section(AttentionConfig).attention_output_gate else 0,
         )
         return cls(config, sizes)
 

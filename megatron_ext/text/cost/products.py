@@ -27,7 +27,8 @@ def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
     proj = Linear("linear_proj", h, n * d, columns=tp, bias=model.add_proj_bias)
     if latent is not None:
         return [proj, *latent.matrices(tp)]
-    qkv = n + 2 * (model.num_query_groups or n)
+    gates = n if config.section(AttentionConfig).attention_output_gate else 0
+    qkv = n + gates + 2 * (model.num_query_groups or n)
     return [proj, Linear("linear_qkv", qkv * d, h, rows=tp, bias=bool(model.add_qkv_bias))]
 
 

@@ -11,6 +11,7 @@ from megatron_ext.text.convert.table import (
     Part,
     Table,
     fused_qkv,
+    gated_qkv,
     grouped_qkv,
     parse,
 )
@@ -36,6 +37,32 @@ def parts_by_loop(tensor: Tensor, heads: int, groups: int, size: int) -> dict[st
                 row += 1
     assert row == tensor.shape[0]
     return {kind: torch.stack(rows) for kind, rows in found.items()}
+
+
+def test_rows_of_gates_follow_each_head_in_the_tensor_of_queries() -> None:
+    heads, groups, size = 6, 2, 3
+    queries, gates = torch.randn(2, heads, size, 5)
+    keys, values = torch.randn(2, groups, size, 5)
+    of_group = heads // groups
+    ours = torch.cat(
+        [
+            part.flatten(0, 1)
+            for g in range(groups)
+            for part in (
+                queries[g * of_group : (g + 1) * of_group],
+                gates[g * of_group : (g + 1) * of_group],
+                keys[g : g + 1],
+                values[g : g + 1],
+            )
+        ]
+    )
+    theirs = {
+        "q": torch.stack([queries, gates], dim=1).flatten(0, 2),
+        "k": keys.flatten(0, 1),
+        "v": values.flatten(0, 1),
+    }
+    table = Table({}, {"qkv": gated_qkv(model_of(heads, groups, size), "q", "k", "v")})
+    assert torch.equal(read(table, "decoder.layers.qkv[1]", theirs, ours), ours)
 
 
 def read(table: Table, name: str, theirs: dict[str, Tensor], ours: Tensor) -> Tensor:

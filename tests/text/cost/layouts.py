@@ -47,6 +47,9 @@ MORE = {
     "--tensor-model-parallel-size 2 --nproc-per-node 2",
     "outputs and all heads normalized tp2": "--reordered-norm --qk-layernorm "
     "--qk-layernorm-all-heads --tensor-model-parallel-size 2 --nproc-per-node 2",
+    "gates tp2": "--attention-output-gate --qk-layernorm --tensor-model-parallel-size 2 "
+    "--nproc-per-node 2",
+    "gates bf16": "--attention-output-gate --bf16",
     "side by side tp2": "--use-parallel-residual --normalization LayerNorm --add-mlp-bias "
     "--tensor-model-parallel-size 2 --nproc-per-node 2",
     "side by side behind one norm": "--use-parallel-residual --shared-input-norm "

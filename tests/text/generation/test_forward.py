@@ -115,6 +115,10 @@ MODELS = {
         "--yarn-original-max-position-embeddings 2 --llama-4-scaling-beta 0.5 "
         "--qk-layernorm-after-rope"
     ),
+    "gates of heads": (
+        f"{ROTARY} --attention-output-gate --group-query-attention --num-query-groups 2 "
+        "--qk-layernorm"
+    ),
     "soft caps": f"{ROTARY} --attn-logit-softcapping 2 --final-logit-softcapping 1",
     "16 bits": f"{ROTARY} --bf16 --fp32-residual-connection --group-query-attention "
     "--num-query-groups 2",

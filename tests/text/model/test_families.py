@@ -158,6 +158,20 @@ FAMILIES = {
         "[0]+[1]*3 --moe-router-load-balancing-type none "
         "--untie-embeddings-and-output-weights",
     ),
+    "qwen3_next": Family(
+        "Qwen3Next",
+        dict(
+            rope_parameters=rope(10000.5, partial_rotary_factor=0.25), tie_word_embeddings=False,
+            layer_types=["full_attention"] * LAYERS, mlp_only_layers=[1], num_experts=EXPERTS,
+            num_experts_per_tok=2, norm_topk_prob=True, moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+        ),
+        "--disable-bias-linear --swiglu --qk-layernorm --attention-output-gate "
+        "--apply-layernorm-1p --rotary-percent 0.25 --rotary-base 10000.5 "
+        f"--num-experts {EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 24 "
+        "--moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate --moe-layer-freq "
+        "[1,0,1,1] --moe-router-load-balancing-type none --untie-embeddings-and-output-weights",
+    ),
     "olmo2": Family(
         "Olmo2",
         dict(rope_parameters=rope(10000.0), tie_word_embeddings=False),
@@ -218,15 +232,19 @@ def build(family: Family) -> Any:
     model = getattr(transformers, f"{family.kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            gain = "norm" in name and not family.kind.startswith("Gemma")
+            gain = "norm" in name and not family.kind.startswith(("Gemma", "Qwen3Next"))
             parameter.normal_(float(gain), 0.1 if "norm" in name else 0.15)
     return model
 
 
 def joined_heads(parts: dict[str, Tensor]) -> Tensor:
-    """Return rows of queries, keys and values in Megatron's order, group by group."""
+    """Return rows of queries, keys and values in Megatron's order, group by group.
+
+    The rows of queries may be followed by those of their gates, head by head.
+    """
     query, key, value = (parts[x].unflatten(0, (-1, D)) for x in "qkv")
-    groups = zip(query.chunk(G), key.chunk(G), value.chunk(G), strict=True)
+    queries = [query] if len(query) == N else [query[0::2], query[1::2]]
+    groups = zip(*(x.chunk(G) for x in (*queries, key, value)), strict=True)
     return torch.cat([x for group in groups for x in group]).flatten(0, 1)
 
 
@@ -276,7 +294,10 @@ def mlp_of(layer: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             found[f"{own}.linear_fc1.weight"] = up[e]
             found[f"{own}.linear_fc2.weight"] = layer["mlp.experts.down_proj"][e]
-    shared = "mlp.shared_experts."
+    if "mlp.shared_expert_gate.weight" in layer:
+        found["shared_experts.gate_weight"] = layer["mlp.shared_expert_gate.weight"]
+    plural = "s" if "mlp.shared_experts.up_proj.weight" in layer else ""
+    shared = f"mlp.shared_expert{plural}."
     own_shared = {x.removeprefix(shared): y for x, y in layer.items() if x.startswith(shared)}
     return found | {f"shared_experts.{x}": y for x, y in dense_of(own_shared).items()}
 
@@ -398,6 +419,12 @@ LAYOUTS = {
         (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel"),
         (4, "--tensor-model-parallel-size 2 --context-parallel-size 2 --recompute-granularity "
          "full --recompute-method uniform --recompute-num-layers 1"),
+    ),
+    "qwen3_next": (
+        (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequence-parallel "
+         "--moe-token-dispatcher-type alltoall"),
+        (4, "--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel "
+         "--recompute-granularity selective --recompute-modules core_attn"),
     ),
     "hunyuan": (
         (2, "--tensor-model-parallel-size 2 --recompute-granularity selective"),
