@@ -19,6 +19,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+INDEXER_LOSS = "indexer loss"
+"""Megatron-LM's name in the log for the loss of the indexer of sparse attention."""
+
+INDEXER_LOSS_COUNT = "indexer loss count"
+"""Name in megatron-core's log under which each layer counts how many such losses it has logged."""
+
 
 @dataclass
 class AuxiliaryScale:

@@ -121,6 +121,10 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             over all experts, are divided by their sum.
         latent_norm_epsilon: epsilon of the norms within multi-latent attention; None means
             ``layernorm_epsilon``.
+        dsa_indexer_rope_interleaved: whether the indexer of sparse attention rotates neighbouring
+            channels together, instead of the first half of them with the second.
+        dsa_indexer_k_norm_epsilon: epsilon of the norm of the indexer's keys; None means
+            ``layernorm_epsilon``.
         moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
             them as ``moe_token_dispatcher_type`` says.
         moe_keep_dispatched_tokens: whether there are ``kept_tokens``.
@@ -161,6 +165,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     moe_router_enable_expert_bias: bool = False
     moe_router_norm_topk_prob: bool = False
     latent_norm_epsilon: float | None = None
+    dsa_indexer_rope_interleaved: bool = False
+    dsa_indexer_k_norm_epsilon: float | None = None
     moe_ranks_per_node: int | None = None
     moe_keep_dispatched_tokens: bool = False
     moe_dispatch_fwd_dtype: str = "bf16"

@@ -22,7 +22,11 @@ from torch import Tensor
 from megatron_ext import core
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
-from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
+from megatron_ext.layers.auxiliary_loss import (
+    INDEXER_LOSS,
+    INDEXER_LOSS_COUNT,
+    AuxiliaryScale,
+)
 from megatron_ext.layers.specs import expert_pattern
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
@@ -141,9 +145,10 @@ class StepRunner:
         if task.forward_step is not None:
             self._forward_step = partial(task.forward_step, config)
         self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
-        self._has_auxiliary_losses = (
-            transformer_config.num_moe_experts is not None or task.auxiliary_losses
+        self._has_layer_losses = transformer_config.num_moe_experts is not None or bool(
+            transformer_config.dsa_indexer_loss_coeff
         )
+        self._has_auxiliary_losses = self._has_layer_losses or task.auxiliary_losses
         self.amax_histories: AmaxHistories | None = None
         self._weights_kept: Callable[[], AbstractContextManager[None]] = nullcontext
         if config.fp8.fp8_format is not None:
@@ -222,13 +227,13 @@ class StepRunner:
         self._follow(update, self.scheduler, num_samples)
         losses = {name: mean_of(total) for name, total in step.totals.items()}
         counts = {name: total[1] for name, total in step.totals.items()}
-        if self.transformer_config.num_moe_experts is not None:
-            routers = take_auxiliary_losses(
+        if self._has_layer_losses:
+            of_layers = take_auxiliary_losses(
                 self.transformer_config, self.context, inputs.num_microbatches
             )
-            losses |= routers
-            # A router's loss is a mean already, so it counts as one target.
-            counts |= {name: torch.ones_like(loss) for name, loss in routers.items()}
+            losses |= of_layers
+            # A layer's loss is a mean already, so it counts as one target.
+            counts |= {name: torch.ones_like(loss) for name, loss in of_layers.items()}
         return StepResult(losses, counts, update, update)
 
     def zero_gradients(self) -> None:
@@ -549,7 +554,7 @@ NAMES = {
 def take_auxiliary_losses(
     transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
 ) -> dict[str, torch.Tensor]:
-    """Return each MoE router loss by its name in the log, averaged over layers and micro-batches.
+    """Return each auxiliary loss by its name in the log, averaged over layers and micro-batches.
 
     All ranks call this together. It replaces megatron-core's reduction, which fails if a pipeline
     stage has no experts, and with Gloo. The values of the ranks are combined as follows:
@@ -557,13 +562,15 @@ def take_auxiliary_losses(
     - load-balancing loss: summed over tensor- and context-parallel ranks, which each hold a part,
       and averaged over data-parallel replicas;
     - global load-balancing loss: summed over all these ranks;
-    - z-loss: averaged over all these ranks, since each holds the whole loss.
+    - z-loss: averaged over all these ranks, since each holds the whole loss;
+    - loss of the indexer of sparse attention: divided by the count of losses that is logged with
+      it.
     """
     logged = core.take_auxiliary_losses()
-    kinds = transformer_config.moe_router_load_balancing_type
-    given = [kinds] if isinstance(kinds, str) else kinds
-    names = [NAMES[kind] for kind in given if kind in NAMES]
-    names += ["z_loss"] if transformer_config.moe_z_loss_coeff is not None else []
+    names = _router_losses(transformer_config)
+    has_indexer = bool(transformer_config.dsa_indexer_loss_coeff)
+    if has_indexer:
+        names += [INDEXER_LOSS, INDEXER_LOSS_COUNT]
     device = torch.device("cuda", torch.cuda.current_device())
     totals = torch.zeros(len(names), dtype=torch.float64, device=device)
     for index, name in enumerate(names):
@@ -575,7 +582,21 @@ def take_auxiliary_losses(
     torch.distributed.all_reduce(totals)
     replicas = context.layout.data_parallel_size
     copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}
-    return {
-        name: total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
-        for name, total in zip(names, totals.unbind(0), strict=True)
-    }
+    found = dict(zip(names, totals.unbind(0), strict=True))
+    means = {}
+    if has_indexer:
+        count = found.pop(INDEXER_LOSS_COUNT)
+        means[INDEXER_LOSS] = found.pop(INDEXER_LOSS) / torch.where(count > 0, count, 1.0)
+    for name, total in found.items():
+        means[name] = total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
+    return means
+
+
+def _router_losses(transformer_config: StepTransformerConfig) -> list[str]:
+    """Return the names in the log of the losses of MoE routers; [] without experts."""
+    if transformer_config.num_moe_experts is None:
+        return []
+    kinds = transformer_config.moe_router_load_balancing_type
+    given = [kinds] if isinstance(kinds, str) else kinds
+    names = [NAMES[kind] for kind in given if kind in NAMES]
+    return names + (["z_loss"] if transformer_config.moe_z_loss_coeff is not None else [])

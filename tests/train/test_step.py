@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_ext import core
 from megatron_ext.data.batch import Batch
+from megatron_ext.layers.auxiliary_loss import INDEXER_LOSS, INDEXER_LOSS_COUNT
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.recorder import Recorder
@@ -410,6 +411,7 @@ def test_the_losses_of_routers_count_as_one_target_each(monkeypatch: pytest.Monk
         scheduler=SimpleNamespace(step=lambda increment: advanced.append(increment)),
         step_guard=lambda inputs: (losses, update),
         transformer_config=SimpleNamespace(num_moe_experts=4),
+        _has_layer_losses=True,
     )
     found = runner.train(StepInputs(None, 3), 12)
     assert {name: float(x) for name, x in found.losses.items()} == {"lm loss": 1.5, "z_loss": 0.25}
@@ -430,6 +432,7 @@ def test_losses_of_routers_are_means_over_the_layers_of_all_stages(
         moe_layer_freq=1,
         moe_router_load_balancing_type=["aux_loss", "sinkhorn"],
         moe_z_loss_coeff=0.1,
+        dsa_indexer_loss_coeff=None,
     )
     core.take_auxiliary_losses()
     if context.pp_rank == 0:
@@ -453,11 +456,42 @@ def test_losses_of_routers_are_means_over_the_layers_of_all_stages(
         assert float(found["z_loss"]) == 60.0 / (layers * 3)
 
 
+@ranks(pp=2, cp=2)
+def test_the_indexers_loss_is_averaged_over_those_that_were_logged(
+    context: ParallelContext,
+) -> None:
+    """Context-parallel ranks log parts of a loss; only the second stage has such layers."""
+    config: Any = SimpleNamespace(
+        num_layers=4, mtp_num_layers=None, num_moe_experts=None, dsa_indexer_loss_coeff=0.1
+    )
+    core.take_auxiliary_losses()
+    found = take_auxiliary_losses(config, context, 2)
+    assert {name: float(x) for name, x in found.items()} == {"indexer loss": 0.0}
+    if context.pp_rank == 1:
+        for layer, loss in ((3, 3.0), (4, 9.0), (3, 6.0), (4, 2.0)):
+            attention: Any = SimpleNamespace(config=config, layer_number=layer)
+            part = torch.tensor(loss * (0.25 if context.pgs.cp.rank() else 0.75))
+            core.log_auxiliary_loss(attention, INDEXER_LOSS, part)
+            core.log_auxiliary_loss(attention, INDEXER_LOSS_COUNT, torch.tensor(0.5))
+    found = take_auxiliary_losses(config, context, 2)
+    assert {name: float(x) for name, x in found.items()} == {"indexer loss": 5.0}
+
+
 @pytest.mark.parametrize(
-    ("experts", "of_task", "scales"), [(None, False, False), (4, False, True), (None, True, True)]
+    ("experts", "indexer", "of_task", "scales"),
+    [
+        (None, None, False, False),
+        (4, None, False, True),
+        (None, 0.1, False, True),
+        (None, 0.0, True, True),
+    ],
 )
 def test_which_runs_scale_auxiliary_losses(
-    experts: int | None, of_task: bool, scales: bool, monkeypatch: pytest.MonkeyPatch
+    experts: int | None,
+    indexer: float | None,
+    of_task: bool,
+    scales: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "StepGradients", lambda chunks: None)
     config: Any = SimpleNamespace(
@@ -467,7 +501,9 @@ def test_which_runs_scale_auxiliary_losses(
         training=SimpleNamespace(batch_sizes=(2, 8)),
     )
     task: Any = SimpleNamespace(forward_step=None, auxiliary_losses=of_task)
-    hooks: Any = SimpleNamespace(auxiliary_scale="scale", num_moe_experts=experts)
+    hooks: Any = SimpleNamespace(
+        auxiliary_scale="scale", num_moe_experts=experts, dsa_indexer_loss_coeff=indexer
+    )
     chunks: Any = [torch.nn.Linear(1, 1)]
     context: Any = None
     runner = StepRunner(config, task, context, hooks, chunks, None, None)

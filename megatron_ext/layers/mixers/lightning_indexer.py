@@ -1,0 +1,265 @@
+"""The lightning indexer of DeepSeek-V3.2 (section 2.1 of its report), which chooses keys.
+
+H small heads score every earlier token s for each token t, and the k tokens with the best scores
+are chosen. With the hidden state h of a token, the vector c_q from which multi-latent attention
+computes its queries, and rotary embedding of the first channels of q and k::
+
+    q[t] = W_q c_q[t]                       H heads of D channels
+    k[s] = LayerNorm(W_k h[s])              D channels, which all heads share
+    w[t] = W_w h[t] / sqrt(H D)             H numbers
+    score[t, s] = sum over heads j of  w[t, j] relu(q[t, j] . k[s])
+
+The choice of keys has no gradient. The indexer learns to predict the main attention: its loss at a
+token is the Kullback-Leibler divergence of ``softmax(score)`` from the attention's probabilities,
+averaged over the main attention's heads. Neither h, c_q nor those probabilities get a gradient
+from it. The scores are float32 (float64 in a float64 model). The published model also turns q and
+k by one Hadamard matrix before it rounds them to 8 bits; in exact arithmetic this changes no score.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer import MLATransformerConfig, build_module
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_ext.layers.pointwise import Table, rotated
+
+
+class IndexVectors(NamedTuple):
+    """The vectors from which a sequence's scores are computed.
+
+    Attributes:
+        query: ``[s, b, H, D]``, rotated.
+        key: ``[s, b, D]``, rotated.
+        weights: ``[s, b, H]``, divided by ``sqrt(H D)``.
+    """
+
+    query: Tensor
+    key: Tensor
+    weights: Tensor
+
+
+@dataclass
+class IndexerSubmodules:
+    """The modules of a `LightningIndexer`."""
+
+    linear_wq_b: Any
+    linear_wk: Any
+    k_norm: Any
+    linear_weights_proj: Any
+
+
+class LightningIndexer(MegatronModule):  # type: ignore[misc]
+    """The projections of the indexer, whole on every tensor-parallel rank.
+
+    Parameters have megatron-core's names. They are frozen without ``dsa_indexer_loss_coeff``,
+    because nothing else gives them a gradient.
+    """
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: IndexerSubmodules,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        self.heads = config.dsa_indexer_n_heads
+        self.channels = config.dsa_indexer_head_dim
+        self.interleaved: bool = getattr(config, "dsa_indexer_rope_interleaved", False)
+        hidden = config.hidden_size
+        query_inputs = hidden if config.q_lora_rank is None else config.q_lora_rank
+        self.linear_wq_b = self._linear(
+            submodules.linear_wq_b, query_inputs, self.heads * self.channels
+        )
+        self.linear_wk = self._linear(submodules.linear_wk, hidden, self.channels)
+        own = copy.copy(config)
+        own.normalization = "LayerNorm"
+        eps = getattr(config, "dsa_indexer_k_norm_epsilon", None)
+        eps = config.layernorm_epsilon if eps is None else eps
+        self.k_norm = build_module(
+            submodules.k_norm, config=own, hidden_size=self.channels, eps=eps
+        )
+        self.linear_weights_proj = self._linear(submodules.linear_weights_proj, hidden, self.heads)
+        if not config.dsa_indexer_loss_coeff:
+            self.requires_grad_(False)
+
+    def _linear(self, kind: Any, inputs: int, outputs: int) -> Any:
+        return build_module(
+            kind,
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=self.config.init_method,
+            bias=False,
+            skip_bias_add=False,
+            tp_group=self.tp_group,
+        )
+
+    def forward(self, hidden: Tensor, query_input: Tensor, table: Table) -> IndexVectors:
+        """Return the index vectors of this context-parallel rank's tokens.
+
+        Args:
+            hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
+            query_input: c_q, ``[s, b, r]`` or ``[s/tp, b, r]``.
+            table: cosines and sines ``[s, 1, 1, d/2]`` of the s tokens.
+        """
+        hidden = hidden.detach()
+        query, _ = self.linear_wq_b(query_input.detach())
+        key, _ = self.linear_wk(hidden)
+        key = self.k_norm(key)
+        weights, _ = self.linear_weights_proj(hidden)
+        if self.config.sequence_parallel:
+            sizes = [query.size(-1), key.size(-1), weights.size(-1)]
+            # Every rank computes the whole loss, so each keeps the gradient of its own part.
+            gathered = gather_from_sequence_parallel_region(
+                torch.cat((query, key, weights), dim=-1),
+                tensor_parallel_output_grad=False,
+                group=self.tp_group,
+            )
+            query, key, weights = torch.split(gathered, sizes, dim=-1)
+        query = torch.unflatten(query, -1, (self.heads, self.channels))
+        query = rotated(query, *table, self.interleaved)
+        key = rotated(key.unsqueeze(2), *table, self.interleaved).squeeze(2)
+        weights = _wide(weights) * (self.heads * self.channels) ** -0.5
+        return IndexVectors(query, key, weights)
+
+
+def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Return the scores ``[b, q, e]`` of q queries for e keys, in float32 or float64.
+
+    Args:
+        query: ``[q, b, H, D]``.
+        key: ``[e, b, D]``.
+        weights: ``[q, b, H]``.
+    """
+    num_queries, _, heads, _ = query.shape
+    rows = _wide(query).permute(1, 0, 2, 3).flatten(1, 2)
+    products = torch.bmm(rows, _wide(key).permute(1, 2, 0)).relu()
+    per_head = torch.unflatten(products, 1, (num_queries, heads))
+    return torch.matmul(weights.transpose(0, 1).unsqueeze(2), per_head).squeeze(2)
+
+
+def chosen_keys(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
+    """Return ``[b, q, e]``, True at the ``count`` best allowed keys of each query.
+
+    Of keys with equal scores the earlier ones are chosen, so that the choice does not depend on
+    the kernel that sorts. A query with fewer allowed keys gets all of them.
+
+    Args:
+        scores: ``[b, q, e]``.
+        allowed: ``[b or 1, q, e]``, True where a query may attend to a key.
+    """
+    if scores.size(-1) <= count:
+        return allowed.expand_as(scores)
+    hidden = scores.masked_fill(~allowed, -torch.inf)
+    least = hidden.topk(count, dim=-1, sorted=False).values.amin(dim=-1, keepdim=True)
+    better = hidden > least
+    equal = (hidden == least) & allowed
+    room = count - better.sum(dim=-1, keepdim=True)
+    return better | (equal & (equal.cumsum(dim=-1) <= room))
+
+
+def attention_target(
+    query: Tensor, key: Tensor, within: Tensor, scale: float, tp_group: ProcessGroup
+) -> Tensor:
+    """Return the main attention's probabilities ``[b, q, e]``, averaged over all ranks' heads.
+
+    Args:
+        query: ``[q, b, n, d]`` of this tensor-parallel rank's n heads.
+        key: ``[e, b, n, d]``.
+        within: ``[b or 1, q, e]``, True at the keys over which the softmax is taken.
+        scale: factor of the products of queries and keys.
+    """
+    q = _wide(query.detach()).permute(1, 2, 0, 3)
+    k = _wide(key.detach()).permute(1, 2, 3, 0)
+    scores = (q @ k).mul_(scale).masked_fill_(~within.unsqueeze(1), -torch.inf)
+    total = scores.softmax(dim=-1).sum(dim=1)
+    if tp_group.size() > 1:
+        torch.distributed.all_reduce(total, group=tp_group)
+    return total / total.sum(dim=-1, keepdim=True)
+
+
+def divergences(scores: Tensor, target: Tensor, within: Tensor) -> Tensor:
+    """Return the Kullback-Leibler divergence of ``softmax(scores)`` from the target, ``[b, q]``.
+
+    Args:
+        scores: ``[b, q, e]``.
+        target: probabilities ``[b, q, e]``, 0 outside ``within``.
+        within: ``[b or 1, q, e]``, True at the keys that count.
+    """
+    logs = scores.masked_fill(~within, -torch.inf).log_softmax(dim=-1).masked_fill(~within, 0.0)
+    return (torch.xlogy(target, target) - target * logs).sum(dim=-1)
+
+
+class _WithGradients(torch.autograd.Function):
+    """A scalar loss whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: IndexVectors, *_inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, None, *((gradient * own).to(own.dtype) for own in ctx.saved_tensors)
+
+
+class IndexerLoss:
+    """Sums the indexer's loss and its gradients over blocks of queries.
+
+    The gradients are computed with the loss in the forward pass, so that only one block's
+    probabilities exist at a time.
+
+    Args:
+        vectors: queries and weights of this rank's tokens, and keys of the whole sequence, in
+            sequence order.
+    """
+
+    def __init__(self, vectors: IndexVectors) -> None:
+        self.vectors = vectors
+        self._sum = vectors.weights.new_zeros(())
+        self._gradients = IndexVectors(
+            torch.zeros_like(vectors.query),
+            _wide(torch.zeros_like(vectors.key)),
+            torch.zeros_like(vectors.weights),
+        )
+
+    def scores(self, rows: slice, end: int) -> tuple[IndexVectors, Tensor]:
+        """Return inputs with gradients, and the scores ``[b, q, e]`` computed from them.
+
+        ``rows`` are a block's queries, and ``end`` is the number e of their keys.
+        """
+        query, key, weights = self.vectors
+        parts = query[rows], key[:end], weights[rows]
+        inputs = IndexVectors(*(part.detach().requires_grad_() for part in parts))
+        return inputs, index_scores(*inputs)
+
+    def add(
+        self, rows: slice, inputs: IndexVectors, scores: Tensor, target: Tensor, within: Tensor
+    ) -> None:
+        """Add the losses of a block; arguments are those of `scores` and `divergences`."""
+        loss = divergences(scores, target, within).sum()
+        query, key, weights = torch.autograd.grad(loss, inputs)
+        self._sum += loss.detach()
+        self._gradients.query[rows] = query
+        self._gradients.key[: len(key)] += key
+        self._gradients.weights[rows] = weights
+
+    def total(self) -> Tensor:
+        """Return the sum of all losses, a scalar that autograd connects with the vectors."""
+        loss: Tensor = _WithGradients.apply(self._sum, self._gradients, *self.vectors)  # type: ignore[no-untyped-call]
+        return loss
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return ``x`` in float32, or as it is if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

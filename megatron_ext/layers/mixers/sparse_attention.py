@@ -1,0 +1,345 @@
+"""Sparse attention of DeepSeek-V3.2 (section 2.1 of its report) on multi-latent attention.
+
+Each query of `layers.latent_attention` attends to the k keys (``--dsa-indexer-topk``) that the
+`LightningIndexer` scores best among those of its own document up to its own position. With k of at
+least the sequence length, it attends to all of them, exactly as `LatentAttention` does.
+
+The indexer is trained by its own loss alone (``--dsa-indexer-loss-coeff``), and the rest of the
+model by the other losses alone. The report has two stages. In the warm-up attention is dense (k is
+at least the sequence length), the loss compares probabilities over all keys, and only the indexer
+is trained (``--freeze-all-but indexer``). Then everything is trained, k is small, and the loss
+compares probabilities over the chosen keys (``--dsa-indexer-use-sparse-loss``).
+
+Queries are handled in blocks, so that scores and probabilities never exist for all of a long
+sequence. Under context parallelism the keys of all ranks are gathered, in sequence order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from torch import Tensor
+
+from megatron_ext import core
+from megatron_ext.errors import ConfigError
+from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.auxiliary_loss import (
+    INDEXER_LOSS,
+    INDEXER_LOSS_COUNT,
+    attach_microbatch_loss,
+)
+from megatron_ext.layers.context_parallel import gather_sequence, slices_of
+from megatron_ext.layers.latent_attention import LatentAttention
+from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
+from megatron_ext.layers.masks import is_dense
+from megatron_ext.layers.mixers.lightning_indexer import (
+    IndexerLoss,
+    IndexerSubmodules,
+    IndexVectors,
+    LightningIndexer,
+    attention_target,
+    chosen_keys,
+    index_scores,
+)
+from megatron_ext.layers.norms import Norm
+from megatron_ext.layers.transformer_layer import WithBias
+
+BLOCK_NUMBERS = 2**26
+"""Largest number of scores of all heads that are computed at a time."""
+
+
+class Block(NamedTuple):
+    """Queries that are handled together.
+
+    Attributes:
+        rows: where they are among this rank's queries.
+        first: position of the first query in the sequence.
+        end: number of keys up to the position of the last query.
+    """
+
+    rows: slice
+    first: int
+    end: int
+
+
+def query_blocks(length: int, rank: int, size: int, rows: int) -> Iterator[Block]:
+    """Yield the blocks of a context-parallel rank's queries, of at most ``rows`` each.
+
+    ``length`` is the number of the rank's queries, in the order of `context_parallel`; ``size`` is
+    the number of ranks.
+    """
+    parts = [0] if size == 1 else slices_of(rank, size)
+    length //= len(parts)
+    for number, index in enumerate(parts):
+        for start in range(0, length, rows):
+            stop = min(start + rows, length)
+            own = slice(number * length + start, number * length + stop)
+            yield Block(own, index * length + start, index * length + stop)
+
+
+class SparseDotProductAttention(DotProductAttention):
+    """Attention of each query to the keys that its indexer chooses.
+
+    Raises:
+        ConfigError: context-parallel ranks are to exchange heads, so that none would have the
+            probabilities of all heads.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        *,
+        submodules: IndexerSubmodules,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ) -> None:
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        super().__init__(
+            config, layer_number, attn_mask_type, attention_type, pg_collection=groups, **kwargs
+        )
+        if self.cp_group.size() > 1 and self.cp_comm_type == "a2a":
+            raise ConfigError(
+                "`--cp-comm-type` (a2a) does not go with sparse attention, whose indexer needs "
+                "the probabilities of all heads; use all_gather."
+            )
+        self.layer_number = layer_number
+        self.topk: int = config.dsa_indexer_topk
+        self.indexer = LightningIndexer(config, submodules, groups)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the sharded state of the indexer, and of the sinks if there are any."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        own = {name: entry for name, entry in state.items() if "indexer." not in name}
+        own |= self.indexer.sharded_state_dict(f"{prefix}indexer.", sharded_offsets, metadata)
+        return own
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        *,
+        index: IndexVectors | None = None,
+    ) -> Tensor:
+        """Return what the base class does, for attention to the chosen keys.
+
+        In training the indexer's loss is attached to it.
+
+        Args:
+            index: index vectors of this context-parallel rank's s/cp tokens; None attends to all
+                keys.
+        """
+        length = query.size(0) * self.cp_group.size()
+        dense = index is None or length <= self.topk
+        attended = None
+        if dense:
+            attended = super().forward(
+                query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
+            )
+        if index is None:
+            assert attended is not None
+            return attended
+        learns = self.training and torch.is_grad_enabled() and index.query.requires_grad
+        if dense and not learns:
+            assert attended is not None
+            return attended
+        if self.cp_group.size() > 1:
+            key, value = self._gathered(key.detach() if dense else key, value, dense=dense)
+            index = index._replace(key=gather_sequence(index.key, self.cp_group))
+        loss = IndexerLoss(index) if learns else None
+        self.length = length
+        outputs = []
+        for block in self._blocks(query, index, learns=learns):
+            chosen = self._choose(query, key, block, index, attention_mask, loss)
+            if not dense:
+                outputs.append(self._attend(query, key, value, block, chosen))
+        if attended is None:
+            attended = torch.cat(outputs).flatten(2)
+        return attended if loss is None else self._with_loss(attended, loss, length)
+
+    def _gathered(self, key: Tensor, value: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[s, b, n, d]`` of all ranks in sequence order.
+
+        With ``dense``, return keys alone, and the given values.
+        """
+        if dense:
+            return gather_sequence(key, self.cp_group), value
+        sizes = [key.size(-1), value.size(-1)]
+        gathered = gather_sequence(torch.cat((key, value), dim=-1), self.cp_group)
+        key, value = torch.split(gathered, sizes, dim=-1)
+        return key, value
+
+    def _blocks(self, query: Tensor, index: IndexVectors, *, learns: bool) -> Iterator[Block]:
+        """Yield the blocks of this rank's queries ``[s/cp, b, n, d]``."""
+        heads = self.indexer.heads
+        if learns or self._computes_scores(query):
+            heads = max(heads, query.size(2))
+        per_row = query.size(1) * heads * index.key.size(0)
+        rows = max(1, BLOCK_NUMBERS // per_row)
+        return query_blocks(query.size(0), self.cp_group.rank(), self.cp_group.size(), rows)
+
+    def _choose(
+        self,
+        query: Tensor,
+        key: Tensor,
+        block: Block,
+        index: IndexVectors,
+        mask: Tensor | None,
+        loss: IndexerLoss | None,
+    ) -> Tensor:
+        """Return ``[b or 1, q, e]``, True at the chosen keys of a block's queries.
+
+        Add the block's losses to ``loss``, if there is one. ``key`` and ``index.key`` cover the
+        whole sequence.
+        """
+        rows, _, end = block
+        allowed = _allowed(mask, block, query.device)
+        if loss is None:
+            if end <= self.topk:
+                return allowed
+            with torch.no_grad():
+                scores = index_scores(index.query[rows], index.key[:end], index.weights[rows])
+                return chosen_keys(scores, allowed, self.topk)
+        inputs, scores = loss.scores(rows, end)
+        chosen = chosen_keys(scores.detach(), allowed, self.topk)
+        within = chosen if self.config.dsa_indexer_use_sparse_loss else allowed
+        with torch.no_grad():
+            target = attention_target(
+                query[rows], key[:end], within, self.softmax_scale, self.tp_group
+            )
+        loss.add(rows, inputs, scores, target, within)
+        return chosen
+
+    def _computes_scores(self, query: Tensor) -> bool:
+        """Return whether attention keeps the scores of all heads, because no kernel computes it."""
+        return not self.has_kernel(query)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, block: Block, chosen: Tensor
+    ) -> Tensor:
+        """Return the attention ``[q, b, n, dv]`` of a block's queries to their chosen keys."""
+        rows, first, end = block
+        forbidden = ~chosen.unsqueeze(1)
+        own = query[rows], key[:end], value[:end], forbidden
+        if self._computes_scores(query):
+            return self._attend_eagerly(*own, first)
+        return self.attend_locally(*own, first_query=None)
+
+    def _with_loss(self, attended: Tensor, loss: IndexerLoss, length: int) -> Tensor:
+        """Return ``attended`` with the mean loss of a micro-batch's tokens attached, and log it.
+
+        Context-parallel ranks have parts of the mean, which add up.
+        """
+        tokens = attended.size(1) * length
+        mean = loss.total() / tokens
+        core.log_auxiliary_loss(self, INDEXER_LOSS, mean.detach())
+        share = torch.full_like(mean, 1 / self.cp_group.size())
+        core.log_auxiliary_loss(self, INDEXER_LOSS_COUNT, share)
+        return attach_microbatch_loss(
+            attended, mean * self.config.dsa_indexer_loss_coeff, self.config
+        )
+
+
+def _allowed(mask: Tensor | None, block: Block, device: torch.device) -> Tensor:
+    """Return ``[b or 1, q, e]``, True at keys of a query's own document up to its position.
+
+    ``mask`` is documents or a dense mask of this rank's queries, see `layers.masks`; None means one
+    document.
+    """
+    rows, first, end = block
+    count = rows.stop - rows.start
+    position = torch.arange(end, device=device)
+    past = (position[None, :] <= position[first : first + count, None]).unsqueeze(0)
+    if mask is None:
+        return past
+    if is_dense(mask):
+        return past & ~mask[:, 0, rows, :end]
+    own = mask[:, first : first + count, None] == mask[:, None, :end]
+    return past & own
+
+
+class SparseLatentAttention(LatentAttention):
+    """Multi-latent self-attention whose queries attend to the keys that an indexer chooses."""
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_unused: Any
+    ) -> WithBias:
+        """Return the output ``[s, b, h]``, and None or a bias that the caller must add.
+
+        Arguments are those of the base class.
+        """
+        small = self.small_vectors(hidden_states)
+        query_input, _, shared = small
+        length = shared.size(0) * self.pg_collection.cp.size()
+        index = self.core_attention.indexer(
+            hidden_states, query_input, self._table(length, shared.dtype)
+        )
+        again = None
+        recomputes = self.recomputes_heads and self.training and torch.is_grad_enabled()
+        if recomputes and any(vector.requires_grad for vector in small):
+            again = CheckpointWithoutOutput()
+            again.fp8 = False  # whatever it is given, it would use Transformer Engine
+            query, key, value = again.checkpoint(self.heads, *small)
+        else:
+            query, key, value = self.heads(*small)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor, *vectors: Tensor) -> Tensor:
+            attended: Tensor = self.core_attention(
+                query, key, value, attention_mask, index=IndexVectors(*vectors)
+            )
+            return attended
+
+        if self.checkpoint_core_attention and self.training:
+            attended = tensor_parallel.checkpoint(attend, False, query, key, value, *index)
+        else:
+            attended = attend(query, key, value, *index)
+        if again is not None:
+            again.discard_output_and_register_recompute(attended)
+        output: WithBias = self.linear_proj(attended)
+        return output
+
+
+def spec(transformer_config: TransformerConfig) -> ModuleSpec:
+    """Return the spec of `SparseLatentAttention` with our torch linear layers."""
+    qk_norm: Any = Norm if transformer_config.qk_layernorm else IdentityOp
+    indexer = IndexerSubmodules(
+        linear_wq_b=WholeLinear,
+        linear_wk=WholeLinear,
+        k_norm=Norm,
+        linear_weights_proj=WholeLinear,
+    )
+    modules = MLASelfAttentionSubmodules(
+        linear_q_proj=ColumnParallelLinear,
+        linear_q_down_proj=WholeLinear,
+        linear_q_up_proj=ColumnParallelLinear,
+        linear_kv_down_proj=WholeLinear,
+        linear_kv_up_proj=ColumnParallelLinear,
+        core_attention=partial(SparseDotProductAttention, submodules=indexer),
+        linear_proj=RowParallelLinear,
+        q_layernorm=qk_norm,
+        kv_layernorm=qk_norm,
+    )
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    return ModuleSpec(module=SparseLatentAttention, params=causal, submodules=modules)
