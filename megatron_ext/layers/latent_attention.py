@@ -39,6 +39,7 @@ from megatron_ext.layers.pointwise import Table, rotated, table_of
 from megatron_ext.layers.transformer_layer import WithBias
 
 if TYPE_CHECKING:
+    from megatron_ext.layers.kv_cache import KeyValueCache
     from megatron_ext.layers.latent_cache import LatentCache
 
 
@@ -189,6 +190,12 @@ class LatentAttention(Attention):  # type: ignore[misc]
             again.discard_output_and_register_recompute(attended)
         output: WithBias = self.linear_proj(attended)
         return output
+
+    def new_cache(self, cache: KeyValueCache) -> LatentCache:
+        """Return an empty cache of this layer; ``cache`` is the state that all layers share."""
+        from megatron_ext.layers.latent_cache import LatentCache
+
+        return LatentCache(cache, self, self.core_attention.window_size)
 
     def get_query_key_value_tensors(
         self,

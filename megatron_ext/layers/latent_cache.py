@@ -75,8 +75,19 @@ class LatentCache:
         ``query`` is ``[singles, 1, n, dk]``.
         """
         tokens = self._cache.tokens
+        keys = self.vectors.of_singles(tokens)
+        return self._attended(query, keys, tokens.forbidden(self.vectors.capacity))
+
+    def _attended(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
+        """Attend from one query of each sequence; return ``[singles, 1, n, dv]``.
+
+        Args:
+            query: ``[singles, 1, n, dk]``.
+            keys: the small vectors of k tokens of each sequence, ``[singles, k, r + dr]``.
+            mask: ``[singles, 1, 1, k]``, True where attention is forbidden.
+        """
         config = self._attention.config
-        keys = self.vectors.of_singles(tokens).transpose(0, 1).unsqueeze(2)
+        keys = keys.transpose(0, 1).unsqueeze(2)
         width = config.qk_head_dim
         plain = query[:, 0, :, :width]
         turned = query[:, 0, :, width:]
@@ -84,7 +95,6 @@ class LatentCache:
         value_rows = self._up[:, width:]
         moved = torch.bmm(plain.transpose(0, 1), key_rows).transpose(0, 1)
         queries = torch.cat((moved, turned), dim=-1).unsqueeze(0)
-        mask = tokens.forbidden(self.vectors.capacity)
         attended = self._attention.core_attention.attend_locally(
             queries, keys, keys, mask, first_query=None
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core import tensor_parallel
@@ -53,6 +53,10 @@ from megatron_ext.layers.mixers.lightning_indexer import (
 )
 from megatron_ext.layers.norms import Norm
 from megatron_ext.layers.transformer_layer import WithBias
+
+if TYPE_CHECKING:
+    from megatron_ext.layers.kv_cache import KeyValueCache
+    from megatron_ext.layers.mixers.sparse_cache import SparseLatentCache
 
 BLOCK_NUMBERS = 2**26
 """Largest number of scores of all heads that are computed at a time."""
@@ -92,7 +96,7 @@ class SparseDotProductAttention(DotProductAttention):
 
     Raises:
         ConfigError: context-parallel ranks are to exchange heads, so that none would have the
-            probabilities of all heads.
+            probabilities of all heads; or attention has a window, sinks or a soft cap.
     """
 
     def __init__(
@@ -115,6 +119,17 @@ class SparseDotProductAttention(DotProductAttention):
                 "`--cp-comm-type` (a2a) does not go with sparse attention, whose indexer needs "
                 "the probabilities of all heads; use all_gather."
             )
+        changes = {
+            "--window-size": self.window_size,
+            "--softmax-type": config.softmax_type if self.has_sinks else None,
+            "--attn-logit-softcapping": self.softcap,
+        }
+        for name, value in changes.items():
+            if value is not None:
+                raise ConfigError(
+                    f"`{name}` ({value}) does not go with sparse attention, whose indexer learns "
+                    "the plain softmax over all keys; leave it out."
+                )
         self.layer_number = layer_number
         self.topk: int = config.dsa_indexer_topk
         self.indexer = LightningIndexer(config, submodules, groups)
@@ -171,13 +186,39 @@ class SparseDotProductAttention(DotProductAttention):
         loss = IndexerLoss(index) if learns else None
         self.length = length
         outputs = []
-        for block in self._blocks(query, index, learns=learns):
+        cp = self.cp_group
+        rows = self._rows_of_block(query, index, learns=learns)
+        for block in query_blocks(query.size(0), cp.rank(), cp.size(), rows):
             chosen = self._choose(query, key, block, index, attention_mask, loss)
             if not dense:
                 outputs.append(self._attend(query, key, value, block, chosen))
         if attended is None:
             attended = torch.cat(outputs).flatten(2)
         return attended if loss is None else self._with_loss(attended, loss, length)
+
+    def attend_after(
+        self, query: Tensor, key: Tensor, value: Tensor, index: IndexVectors, first: int
+    ) -> Tensor:
+        """Return the attention ``[q, b, n, dv]`` of q queries to chosen keys, without a loss.
+
+        The queries are the last q positions of the k positions of the keys.
+
+        Args:
+            query: ``[q, b, n, dk]``.
+            key, value: ``[k, b, n, dk]`` and ``[k, b, n, dv]``.
+            index: index vectors of q queries and k keys.
+            first: position of the first query, k - q.
+        """
+        if key.size(0) <= self.topk:
+            return self.attend_locally(query, key, value, None, first_query=first)
+        outputs = []
+        rows = self._rows_of_block(query, index, learns=False)
+        for start in range(0, len(query), rows):
+            stop = min(start + rows, len(query))
+            block = Block(slice(start, stop), first + start, first + stop)
+            chosen = self._choose(query, key, block, index, None, None)
+            outputs.append(self._attend(query, key, value, block, chosen))
+        return torch.cat(outputs)
 
     def _gathered(self, key: Tensor, value: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[s, b, n, d]`` of all ranks in sequence order.
@@ -191,14 +232,13 @@ class SparseDotProductAttention(DotProductAttention):
         key, value = torch.split(gathered, sizes, dim=-1)
         return key, value
 
-    def _blocks(self, query: Tensor, index: IndexVectors, *, learns: bool) -> Iterator[Block]:
-        """Yield the blocks of this rank's queries ``[s/cp, b, n, d]``."""
-        heads = self.indexer.heads
+    def _rows_of_block(self, query: Tensor, index: IndexVectors, *, learns: bool) -> int:
+        """Return how many queries of ``[q, b, n, d]`` are handled together."""
+        heads: int = self.indexer.heads
         if learns or self._computes_scores(query):
             heads = max(heads, query.size(2))
         per_row = query.size(1) * heads * index.key.size(0)
-        rows = max(1, BLOCK_NUMBERS // per_row)
-        return query_blocks(query.size(0), self.cp_group.rank(), self.cp_group.size(), rows)
+        return max(1, BLOCK_NUMBERS // per_row)
 
     def _choose(
         self,
@@ -283,6 +323,14 @@ def _allowed(mask: Tensor | None, block: Block, device: torch.device) -> Tensor:
 class SparseLatentAttention(LatentAttention):
     """Multi-latent self-attention whose queries attend to the keys that an indexer chooses."""
 
+    cache: SparseLatentCache | None = None
+
+    def new_cache(self, cache: KeyValueCache) -> SparseLatentCache:
+        """Return an empty cache of this layer; ``cache`` is the state that all layers share."""
+        from megatron_ext.layers.mixers.sparse_cache import SparseLatentCache
+
+        return SparseLatentCache(cache, self)
+
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_unused: Any
     ) -> WithBias:
@@ -296,6 +344,9 @@ class SparseLatentAttention(LatentAttention):
         index = self.core_attention.indexer(
             hidden_states, query_input, self._table(length, shared.dtype)
         )
+        if self.cache is not None:
+            in_generation: WithBias = self.linear_proj(self.cache.attend(*small, index))
+            return in_generation
         again = None
         recomputes = self.recomputes_heads and self.training and torch.is_grad_enabled()
         if recomputes and any(vector.requires_grad for vector in small):

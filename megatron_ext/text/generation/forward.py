@@ -386,7 +386,5 @@ class PackedForward:
 def _layer_cache(module: Any, cache: KeyValueCache) -> Any:
     """Return the cache of a module of attention."""
     if isinstance(module, LatentAttention):
-        from megatron_ext.layers.latent_cache import LatentCache
-
-        return LatentCache(cache, module, module.core_attention.window_size)
+        return module.new_cache(cache)
     return LayerCache(cache, module.window_size)

@@ -416,6 +416,16 @@ def test_exchanged_heads_are_refused(context: ParallelContext) -> None:
         built(context, configured(context), cp_comm_type="a2a")
 
 
+@pytest.mark.parametrize(
+    "words", ["--window-size 3 0", "--softmax-type learnable", "--attn-logit-softcapping 20.0"]
+)
+@ranks()
+def test_other_softmaxes_are_refused(context: ParallelContext, words: str) -> None:
+    name, value = words.split()[:2]
+    with pytest.raises(ConfigError, match=f"`{name}` \\(\\(?{value}.*does not go with sparse"):
+        built(context, configured(context, *words.split()))
+
+
 @ranks()
 def test_bf16_attends_as_float32_does(context: ParallelContext) -> None:
     transformer_config = configured(context, "--bf16", dsa_indexer_topk=S // 2)
