@@ -96,7 +96,7 @@ def gpt_step(context: ParallelContext, changes: dict[str, Any], hidden: Tensor) 
         bias_dropout_fusion=True,
         **changes,
     )
-    spec = torch_layer_spec(config, moe=False)
+    spec = torch_layer_spec(config, "*-")
     layer = build_module(spec, config=config, layer_number=1, pg_collection=context.pgs)
     layer.self_attention.core_attention.__class__ = Sdpa
     angles = torch.randn(s, 1, 1, HEAD // 2).repeat(1, 1, 1, 2)

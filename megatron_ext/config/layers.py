@@ -1,4 +1,8 @@
-"""Reads flags whose pattern selects decoder layers, such as those with a sliding window."""
+"""Reads flags whose pattern selects decoder layers, such as those with a sliding window.
+
+The kind of a layer is written with Megatron-LM's letters: one for its sequence mixer (`MIXERS`),
+one for its MLP or experts (`MLPS`), or both in this order, such as ``*-``, ``GE`` or ``M``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,29 @@ from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.flags import SIZE
 from megatron_ext.errors import FlagError
+
+ATTENTION = "*"
+EXPERTS = "E"
+MIXERS = {
+    ATTENTION: "attention",
+    "M": "Mamba-2",
+    "G": "gated DeltaNet",
+    "K": "Kimi Delta Attention",
+    "D": "DeepSeek's sparse attention",
+}
+"""Letters of the modules that mix the positions of a sequence, with their names."""
+MLPS = {"-": "an MLP", EXPERTS: "experts"}
+"""Letters of the modules that transform each position by itself, with their names."""
+
+
+def mixer_of(kind: str) -> str:
+    """Return the letter of the sequence mixer of a layer of this kind; "" if it has none."""
+    return kind[:1] if kind[:1] in MIXERS else ""
+
+
+def mlp_of(kind: str) -> str:
+    """Return the letter of the MLP or experts of a layer of this kind; "" if it has neither."""
+    return kind[-1:] if kind[-1:] in MLPS else ""
 
 
 def read_pattern(text: str) -> int | list[int]:

@@ -142,7 +142,7 @@ class ActivationOffload:
         names = frozenset(flags.offload_modules if flags.fine_grained_activation_offloading else ())
         for block in _blocks(chunk):
             self._replace(block, self._run_block)
-            count = flags.cpu_offloading_num_layers * _layers_of_a_layer(block)
+            count = flags.cpu_offloading_num_layers
             for index, layer in enumerate(() if names else block.layers):
                 offloads = index < count
                 how = {"layer": layer, "offloads": offloads, "after": index == count}
@@ -349,11 +349,6 @@ def _blocks(chunk: nn.Module) -> list[Any]:
     """Return the modules that run the layers of a chunk's decoder."""
     decoder = getattr(chunk, "decoder", None)
     return [decoder] if hasattr(decoder, "layers") else []
-
-
-def _layers_of_a_layer(block: Any) -> int:
-    """Return how many modules of ``block.layers`` make a layer; a hybrid stack has halves."""
-    return 2 if hasattr(block, "layer_type_list") else 1
 
 
 def _transformer_layers(chunk: nn.Module) -> list[Any]:

@@ -30,7 +30,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_ext import core
-from megatron_ext.config.layers import layers_with_experts
+from megatron_ext.config.layers import (
+    ATTENTION,
+    EXPERTS,
+    layers_with_experts,
+    mixer_of,
+    mlp_of,
+)
 from megatron_ext.config.model import RECOMPUTED_WITH_TE
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.errors import ConfigError
@@ -95,25 +101,24 @@ def _has_own_bias(transformer_config: TransformerConfig, name: str) -> bool:
     return not transformer_config.add_bias_linear and getattr(transformer_config, name, False)
 
 
-def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
-    """Return the spec of a transformer layer, with experts if ``moe``, else with a dense MLP."""
-    num_experts = transformer_config.num_moe_experts if moe else None
-    biased = not moe and _has_own_bias(transformer_config, "mlp_bias")
-    mlp = gpt_specs.get_mlp_module_spec_for_backend(
-        BiasedSpecProvider() if biased else TorchSpecProvider(),
-        num_experts=num_experts,
-        moe_grouped_gemm=False,
-    )
-    if moe:
-        from megatron_ext.layers.moe import Router
-
-        core.moe_submodules(mlp).router = Router
-    attention, names = _attention(transformer_config)
+def torch_layer_spec(transformer_config: TransformerConfig, kind: str) -> ModuleSpec:
+    """Return the spec of a transformer layer of this kind (see `config.layers`)."""
+    mixer: Any = IdentityOp
+    mlp: Any = IdentityOp
+    names: dict[str, str] = {}
     input_norm: Any = Norm
     if getattr(transformer_config, "reordered_norm", False):
         from megatron_ext.layers.weightless_norm import Unnormalized
 
         input_norm = Unnormalized
+    if mixer_of(kind) == ATTENTION:
+        mixer, names = _attention(transformer_config)
+    elif mixer_of(kind):
+        from megatron_ext.layers.mixers.specs import mixer_spec
+
+        mixer = mixer_spec(mixer_of(kind), transformer_config)
+    if mlp_of(kind):
+        mlp = _mlp(transformer_config, moe=mlp_of(kind) == EXPERTS)
     layer: Any = TransformerLayer
     mlp_norm: Any = input_norm
     if getattr(transformer_config, "use_parallel_residual", False):
@@ -121,23 +126,37 @@ def torch_layer_spec(transformer_config: TransformerConfig, *, moe: bool) -> Mod
 
         layer = ParallelLayer
         mlp_norm = IdentityOp if transformer_config.shared_input_norm else input_norm
+    if mlp_of(kind) != EXPERTS:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=layer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=input_norm,
-            self_attention=attention,
+            input_layernorm=input_norm if mixer_of(kind) else IdentityOp,
+            self_attention=mixer,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=mlp_norm,
+            pre_mlp_layernorm=mlp_norm if mlp_of(kind) else IdentityOp,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # Transformer Engine's fused layers use these names in checkpoints for the same tensors.
             # So each spec can load what the other has saved.
-            sharded_state_dict_keys_map={
-                **names,
-                **({} if moe else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}),
-            },
+            sharded_state_dict_keys_map=names,
         ),
     )
+
+
+def _mlp(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
+    """Return the spec of a layer's experts if ``moe``, else of its dense MLP."""
+    biased = not moe and _has_own_bias(transformer_config, "mlp_bias")
+    mlp = gpt_specs.get_mlp_module_spec_for_backend(
+        BiasedSpecProvider() if biased else TorchSpecProvider(),
+        num_experts=transformer_config.num_moe_experts if moe else None,
+        moe_grouped_gemm=False,
+    )
+    if moe:
+        from megatron_ext.layers.moe import Router
+
+        core.moe_submodules(mlp).router = Router
+    return mlp
 
 
 def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[str, str]]:
@@ -186,22 +205,30 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
     return ModuleSpec(module=kind, params=causal, submodules=modules), names
 
 
-def expert_pattern(transformer_config: TransformerConfig) -> list[bool]:
-    """Return, for each layer of the decoder, whether it has experts.
+def layer_kinds(transformer_config: TransformerConfig) -> list[str]:
+    """Return the kind of each layer of the decoder (see `config.layers`).
 
     Raises:
         ConfigError: ``moe_layer_freq`` is a list whose length is not the number of layers.
     """
+    kinds = getattr(transformer_config, "layer_kinds", None)
+    if kinds is not None:
+        return list(kinds)
     num_layers = transformer_config.num_layers
     if transformer_config.num_moe_experts is None:
-        return [False] * num_layers
+        return ["*-"] * num_layers
     pattern = layers_with_experts(transformer_config.moe_layer_freq, num_layers)
     if len(pattern) != num_layers:
         raise ConfigError(
             f"`--moe-layer-freq` has {len(pattern)} entries, but must have one for each of the "
             f"{num_layers} layers."
         )
-    return pattern
+    return ["*E" if has_experts else "*-" for has_experts in pattern]
+
+
+def depth_kind(transformer_config: TransformerConfig) -> str:
+    """Return the kind of the layer of a depth of multi-token prediction; see `layer_kinds`."""
+    return getattr(transformer_config, "depth_kind", None) or layer_kinds(transformer_config)[-1]
 
 
 def _adapted(layers: Sequence[ModuleSpec], transformer_config: TransformerConfig) -> None:
@@ -255,9 +282,9 @@ def layer_spec(
             f"`--recompute-modules {needing[0]}` needs Transformer Engine, which is not "
             "installed; use core_attn, mlp, moe or shared_experts."
         )
-    pattern = expert_pattern(transformer_config)
-    own = pattern if all_layers else pattern[layers_of_chunk(transformer_config, vp_stage)]
-    layers = [torch_layer_spec(transformer_config, moe=moe) for moe in own]
+    kinds = layer_kinds(transformer_config)
+    own = kinds if all_layers else kinds[layers_of_chunk(transformer_config, vp_stage)]
+    layers = [torch_layer_spec(transformer_config, kind) for kind in own]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
 
 
@@ -276,7 +303,7 @@ def mtp_block_spec(
 ) -> ModuleSpec | None:
     """Return the spec of the multi-token-prediction block; None if this chunk has none.
 
-    Each of its layers has the spec ``layer``, by default that of the decoder's last layer.
+    Each of its layers has the spec ``layer``, by default that of a layer of `depth_kind`.
     """
     if impl == TE_IMPL:
         layers = [layer]
@@ -290,7 +317,7 @@ def mtp_block_spec(
         block = TransformerBlockSubmodules(layer_specs=layers)
         return gpt_specs.get_gpt_mtp_block_spec(transformer_config, block, True, vp_stage=vp_stage)
     if layer is None:
-        layer = torch_layer_spec(transformer_config, moe=expert_pattern(transformer_config)[-1])
+        layer = torch_layer_spec(transformer_config, depth_kind(transformer_config))
     block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=Norm)
     return gpt_specs.get_gpt_mtp_block_spec_for_backend(
         transformer_config, block, TorchSpecProvider(), vp_stage=vp_stage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend, LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import scaled_init_method_normal
 from torch import Tensor
 
 from megatron_ext.config.parallel import V_SHAPED
@@ -125,6 +127,10 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             channels together, instead of the first half of them with the second.
         dsa_indexer_k_norm_epsilon: epsilon of the norm of the indexer's keys; None means
             ``layernorm_epsilon``.
+        layer_kinds: the kind of each decoder layer (see `config.layers`); None if all layers have
+            attention, and an MLP or experts by ``moe_layer_freq``.
+        depth_kind: the kind of the layer of a depth of multi-token prediction; None for that of the
+            last decoder layer.
         moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
             them as ``moe_token_dispatcher_type`` says.
         moe_keep_dispatched_tokens: whether there are ``kept_tokens``.
@@ -167,6 +173,8 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     latent_norm_epsilon: float | None = None
     dsa_indexer_rope_interleaved: bool = False
     dsa_indexer_k_norm_epsilon: float | None = None
+    layer_kinds: tuple[str, ...] | None = None
+    depth_kind: str | None = None
     moe_ranks_per_node: int | None = None
     moe_keep_dispatched_tokens: bool = False
     moe_dispatch_fwd_dtype: str = "bf16"
@@ -264,6 +272,8 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
         )
     if model.init_method_xavier_uniform:
         fields |= dict.fromkeys(("init_method", "output_layer_init_method"), xavier_uniform)
+    if fields.get("layer_kinds") is not None:
+        fields |= _of_kinds(fields)
     latent = fields.get("multi_latent_attention", False)
     kind = StepMLATransformerConfig if latent else StepTransformerConfig
     transformer_config = kind(**fields)
@@ -283,6 +293,22 @@ def build_transformer_config(config: RunConfig) -> TransformerConfig:
     if isinstance(kinds, list):
         transformer_config.cp_comm_type = kinds_by_layer(kinds, transformer_config)
     return transformer_config
+
+
+def _of_kinds(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that follow from ``layer_kinds``.
+
+    megatron-core divides the standard deviation of output layers by the root of twice the number of
+    layers, since that many modules add to the residual stream; a layer here may have one of them.
+    """
+    kinds = fields["layer_kinds"]
+    # Layers that differ have no tensor in common, so checkpoints hold the tensors of each.
+    derived: dict[str, Any] = {"hetereogenous_dist_checkpoint": len(set(kinds)) > 1}
+    if "output_layer_init_method" not in fields:
+        derived["output_layer_init_method"] = scaled_init_method_normal(
+            fields["init_method_std"], sum(map(len, kinds)), multiplier=1.0
+        )
+    return derived
 
 
 def check_core(config: RunConfig) -> TransformerConfig:

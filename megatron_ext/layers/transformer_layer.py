@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer import mlp as core
 from megatron.core.transformer.attention import SelfAttention as CoreSelfAttention
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP as CoreSharedExpertMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer as CoreTransformerLayer
@@ -239,11 +239,14 @@ def _dispatcher_class(config: TransformerConfig) -> type[MoEAlltoAllTokenDispatc
 class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
     """megatron-core's layer with fused parts, our all-to-all dispatcher and our dropout masks.
 
+    A layer may lack attention or the MLP (`layers.specs.torch_layer_spec`).
+
     Attributes:
         graphs: CUDA graphs that replay the layer in training; None to launch each kernel.
     """
 
     graphs: LayerGraphs | None = None
+    recompute_mlp: bool
     self_attn_bda: Any
     mlp_bda: Any
 
@@ -294,6 +297,12 @@ class TransformerLayer(CoreTransformerLayer):  # type: ignore[misc]
             )
             if mlp.shared_expert_overlap:
                 mlp.token_dispatcher.set_shared_experts(mlp.shared_experts)
+        # A part that the layer lacks has no output to drop out of, to change and to add.
+        if isinstance(self.self_attention, IdentityOp):
+            self.self_attn_bda = IdentityFuncOp()
+        if isinstance(mlp, IdentityOp):
+            self.mlp_bda = IdentityFuncOp()
+            self.recompute_mlp = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output and context; replay a CUDA graph if one fits the call."""

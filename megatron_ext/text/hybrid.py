@@ -1,52 +1,48 @@
-"""``--hybrid-layer-pattern``: a GPT described by a pattern of megatron-core's HybridModel.
+"""``--hybrid-layer-pattern``: the kinds of a GPT's layers, written as Megatron-LM writes them.
 
-A pattern has a letter for each layer: ``*`` attention, ``-`` an MLP, ``E`` experts; ``|`` ends a
-pipeline stage, and each ``/`` begins a depth of multi-token prediction. In ``*-*E|*-*E/*E`` every
-``*`` and the letter after it are one layer of a GPT, called a pair here. The pattern sets the flags
-that would describe the same GPT, so that weights, checkpoints, dropout and costs are the GPT's.
+A pattern has a letter for each module that adds to the residual stream (see `config.layers`); ``|``
+ends a pipeline stage, and each ``/`` begins a depth of multi-token prediction. Megatron-LM counts
+each letter as a layer. Here a sequence mixer and the MLP or experts after it, in the same stage,
+are one layer, as in a GPT: ``M-M*-`` are the three layers ``M-``, ``M`` and ``*-``. The residual
+stream is the same. So ``*-*E`` is a plain GPT, whose flags the pattern stands for.
+
+``--experimental-attention-variant`` and ``--hybrid-attention-ratio`` are other ways to say the
+kinds of layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from megatron_ext.config.flags import spelling_of
-from megatron_ext.config.precision import TE_IMPL
+from megatron_ext.config.layers import (
+    ATTENTION,
+    EXPERTS,
+    MIXERS,
+    MLPS,
+    mlp_of,
+    pattern_errors,
+)
+from megatron_ext.config.layers import read_pattern as read_layers
 from megatron_ext.config.rules.parallel import STAGES
 from megatron_ext.config.run import RunConfig
-from megatron_ext.errors import FlagError
+from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.attention import LatentAttentionConfig
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
 
-PAIRS = "*-", "*E"
-
-
-def _has_hybrid_model() -> bool:
-    # To ask for the module itself would import megatron-core, which takes seconds.
-    spec = importlib.util.find_spec("megatron.core")
-    places = None if spec is None else spec.submodule_search_locations
-    return any(Path(place, "models", "hybrid").is_dir() for place in places or ())
-
-
-HAS_HYBRID_MODEL = _has_hybrid_model()
-"""Whether megatron-core has a HybridModel, of attention, MLP and other layers in any order."""
-
-NO_PATH = {
-    "M": "Mamba layers have kernels for GPUs only",
-    "G": "gated-delta layers have kernels for GPUs only",
-    "D": "sparse attention of DeepSeek has kernels for GPUs only",
-    "+": "multi-latent attention is not among the layers of a pattern",
-}
-"""Letters of megatron-core's layers that are refused, each with the reason."""
+LATENT = "+"
+"""Megatron-LM's letter for multi-latent attention, which is ``*`` in a kind of layer."""
+PLAIN = "*-", "*E"
+"""The kinds of the layers of a plain GPT."""
+VARIANTS = {"gated_delta_net": "G", "dsa": "D"}
+"""Values of ``--experimental-attention-variant``, and the letters of their mixers."""
 
 _FLAG = "--hybrid-layer-pattern"
+_VARIANT = "--experimental-attention-variant"
 _CUTS = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -67,18 +63,18 @@ class Pattern:
     """The layers that ``--hybrid-layer-pattern`` names.
 
     Attributes:
-        stages: for each pipeline stage, the pairs of letters, such as ``*-``, that stand for its
-            layers. A pattern without ``|`` has one stage.
-        depths: for each MTP depth, the pair of letters that stands for its layer.
+        stages: the kinds of the layers of each pipeline stage. A pattern without ``|`` has one
+            stage.
+        depths: for each MTP depth, the kind of its layer.
     """
 
     stages: tuple[tuple[str, ...], ...]
     depths: tuple[str, ...]
 
     @property
-    def pairs(self) -> list[str]:
-        """Return the pairs of letters of all stages; each pair is one layer of the GPT."""
-        return [pair for stage in self.stages for pair in stage]
+    def kinds(self) -> list[str]:
+        """Return the kinds of all layers of the decoder."""
+        return [kind for stage in self.stages for kind in stage]
 
     def layout(self) -> str | None:
         """Return the ``--pipeline-model-parallel-layout`` that cuts the GPT as the pattern does.
@@ -94,8 +90,19 @@ class Pattern:
 
     def moe_layer_freq(self) -> str | None:
         """Return the value of ``--moe-layer-freq`` for the layers; None if all are of one kind."""
-        experts = [int(pair == "*E") for pair in self.pairs]
+        experts = [int(mlp_of(kind) == EXPERTS) for kind in self.kinds]
         return None if len(set(experts)) < 2 else str(experts).replace(" ", "")
+
+
+def _layers(letters: str) -> tuple[str, ...]:
+    """Return the kinds of the layers of a stage, or of a depth, from its letters."""
+    kinds: list[str] = []
+    for letter in letters.replace(LATENT, ATTENTION):
+        if letter in MLPS and kinds and kinds[-1] in MIXERS:
+            kinds[-1] += letter
+        else:
+            kinds.append(letter)
+    return tuple(kinds)
 
 
 def read_pattern(text: str) -> Pattern:
@@ -104,44 +111,111 @@ def read_pattern(text: str) -> Pattern:
     If the pattern is wrong, raise a ValueError with two arguments: the broken rule, and a remedy.
     """
     main, *depths = text.split("/")
-    letters = "".join(PAIRS) + "|"
-    for letter in text.replace("/", ""):
-        if letter in NO_PATH:
-            raise ValueError(f"has {letter}, but {NO_PATH[letter]}", "use *, - and E")
+    letters = [*MIXERS, LATENT, *MLPS]
+    for letter in text.replace("/", "").replace("|", ""):
         if letter not in letters:
-            raise ValueError(f"has {letter}, which is no layer", "use *, -, E, | and /")
-    stages = tuple(
-        tuple(stage[at : at + 2] for at in range(0, len(stage), 2)) for stage in main.split("|")
+            raise ValueError(f"has {letter}, which is no layer", f"use {' '.join(letters)} | and /")
+    pattern = Pattern(
+        tuple(_layers(stage) for stage in main.split("|")),
+        tuple(kind for depth in depths for kind in _layers(depth) or ("",)),
     )
-    if any(pair not in PAIRS for stage in stages for pair in stage) or not any(stages):
+    if not pattern.kinds:
+        raise ValueError("must have at least one layer", "write *-*-")
+    if "|" in "".join(depths):
+        raise ValueError("must have its | before the first /", "move it there")
+    if len(pattern.depths) != len(depths) or len(set(pattern.depths)) > 1 or "" in pattern.depths:
         raise ValueError(
-            "must be pairs of *- or *E in each stage, which are the layers of a GPT", "write *-*-"
+            "must have the same layer, a mixer with its MLP, in each depth of multi-token "
+            "prediction",
+            "write /*- for each",
         )
-    last = next(stage[-1] for stage in reversed(stages) if stage)
-    if any(depth != last for depth in depths):
-        raise ValueError(
-            f"must have depths of multi-token prediction like its last layers ({last})",
-            f"write /{last}",
-        )
-    return Pattern(stages, tuple(depths))
+    return pattern
+
+
+def pattern_of_ratios(num_layers: int, attention_ratio: float, mlp_ratio: float) -> str:
+    """Return the pattern of ``--hybrid-attention-ratio`` and ``--hybrid-mlp-ratio``.
+
+    As in Megatron-LM, attention is spread evenly, with Mamba-2 first and last. The MLPs are then
+    spread evenly over the layers that are left.
+    """
+    letters = ["M"] * num_layers
+    attention = round(num_layers * attention_ratio)
+    _spread(letters, ATTENTION, (num_layers - attention) / (attention + 1))
+    mlps = round(num_layers * mlp_ratio)
+    if mlps:
+        _spread(letters, "-", (num_layers - attention - mlps) / mlps)
+    return "".join(letters)
+
+
+def _spread(letters: list[str], letter: str, distance: float) -> None:
+    """Put ``letter`` in the place of Mamba-2 once in each ``distance`` other layers."""
+    left = distance
+    for place, present in enumerate(letters):
+        if present != "M":
+            continue
+        if left < 0.5:
+            letters[place] = letter
+            left += distance
+        else:
+            left -= 1
+
+
+def _pattern_of(config: RunConfig) -> Pattern:
+    """Return the layers that the flags of a `HybridConfig` name.
+
+    Raises:
+        ValueError: the flags are wrong; see `read_pattern`.
+    """
+    hybrid = config.section(HybridConfig)
+    num_layers = config.model.num_layers or 0
+    if hybrid.hybrid_layer_pattern is not None:
+        return read_pattern(hybrid.hybrid_layer_pattern)
+    variant = hybrid.experimental_attention_variant
+    if variant is None:
+        ratios = hybrid.hybrid_attention_ratio, hybrid.hybrid_mlp_ratio
+        return read_pattern(pattern_of_ratios(num_layers, *ratios))
+    moe = config.section(MoEConfig)
+    holds = [False] * num_layers
+    if moe.num_experts is not None:
+        holds = moe.expert_layers(num_layers)
+    mixers = [VARIANTS[variant]] * num_layers
+    if variant == "gated_delta_net":
+        keeps = _attention_layers(hybrid.linear_attention_freq, num_layers)
+        mixers = [ATTENTION if kept else "G" for kept in keeps]
+    mlps = [EXPERTS if each else "-" for each in holds]
+    kinds = tuple(mixer + mlp for mixer, mlp in zip(mixers, mlps, strict=True))
+    return Pattern((kinds,), kinds[-1:] * (config.model.mtp_num_layers or 0))
+
+
+def _attention_layers(frequency: str | None, num_layers: int) -> list[bool]:
+    """Return, for each layer, whether ``--linear-attention-freq`` leaves its attention in place."""
+    pattern = read_layers(frequency or "")
+    if isinstance(pattern, int):
+        return [number % pattern == 0 for number in range(1, num_layers + 1)]
+    if len(pattern) != num_layers:
+        raise ValueError(frequency)
+    return [not linear for linear in pattern]
 
 
 def resolve_hybrid(config: RunConfig) -> RunConfig:
-    """Return the configuration with the flags that ``--hybrid-layer-pattern`` stands for."""
-    text = config.section(HybridConfig).hybrid_layer_pattern
-    assert text is not None
+    """Return the configuration with the values that the flags of a `HybridConfig` stand for."""
+    hybrid = config.section(HybridConfig)
     model = config.model
     moe = config.section(MoEConfig)
     parallel = config.parallel
     try:
-        pattern = read_pattern(text)
-    except ValueError:
+        pattern = _pattern_of(config)
+    except (ValueError, ZeroDivisionError):
         # The rule is said once; without a number of layers, another would follow from it.
         model = dataclasses.replace(model, num_layers=model.num_layers or 1)
         return dataclasses.replace(config, model=model)
+    kinds = pattern.kinds
+    if any(kind not in PLAIN for kind in (*kinds, *pattern.depths)):
+        depth = pattern.depths[0] if pattern.depths else None
+        hybrid = dataclasses.replace(hybrid, layer_kinds=tuple(kinds), depth_kind=depth)
     stages = parallel.pipeline_model_parallel_size
     layout = pattern.layout()
-    model = dataclasses.replace(model, num_layers=len(pattern.pairs))
+    model = dataclasses.replace(model, num_layers=len(kinds))
     if pattern.depths:
         model = dataclasses.replace(model, mtp_num_layers=len(pattern.depths))
     if frequency := pattern.moe_layer_freq():
@@ -157,53 +231,75 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
             num_layers_per_virtual_pipeline_stage=None,
             num_virtual_stages_per_pipeline_rank=None,
         )
-    return dataclasses.replace(config, model=model, parallel=parallel).with_section(moe)
+    return dataclasses.replace(config, model=model, parallel=parallel).with_section(moe, hybrid)
 
 
 def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of the pattern, and each flag that contradicts the pattern."""
-    text = given.section(HybridConfig).hybrid_layer_pattern
-    assert text is not None
-    refused = partial(FlagError, _FLAG, text)
-    if not HAS_HYBRID_MODEL:
-        installed = importlib.metadata.version("megatron-core")
+    """Yield an error for each fault of the kinds of layers, and each flag that contradicts them."""
+    hybrid = given.section(HybridConfig)
+    text = hybrid.hybrid_layer_pattern
+    if text is None:
+        yield from _variant_errors(hybrid, given)
+    else:
+        refused = partial(FlagError, _FLAG, text)
+        try:
+            pattern = read_pattern(text)
+        except ValueError as error:
+            yield refused(*error.args)
+            return
+        yield from _rival_errors(hybrid)
+        yield from _size_errors(refused, pattern, given)
+        yield from _stage_errors(refused, pattern, given)
+        latent = given.section(LatentAttentionConfig).multi_latent_attention
+        if LATENT in text and not latent:
+            yield refused(
+                f"has {LATENT}, which needs `--multi-latent-attention`",
+                f"give it, or write {ATTENTION}",
+            )
+    kinds = run.section(HybridConfig).layer_kinds
+    if kinds is not None:
+        from megatron_ext.text.config.mixer_rules import mixer_errors
+
+        yield from mixer_errors(kinds, run)
+
+
+def _rival_errors(hybrid: HybridConfig) -> Iterator[FlagError]:
+    """Yield an error for each other flag that says the kinds of layers beside the pattern."""
+    rivals = {
+        _VARIANT: hybrid.experimental_attention_variant,
+        "--hybrid-attention-ratio": hybrid.hybrid_attention_ratio,
+        "--hybrid-mlp-ratio": hybrid.hybrid_mlp_ratio,
+    }
+    for name, value in rivals.items():
+        if value:
+            yield exclusive(_FLAG, name)
+
+
+def _variant_errors(hybrid: HybridConfig, given: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each fault of the flags that say the kinds of layers without a pattern."""
+    variant = hybrid.experimental_attention_variant
+    ratios = hybrid.hybrid_attention_ratio, hybrid.hybrid_mlp_ratio
+    if sum(ratios) > 1:
         yield FlagError(
-            _FLAG,
-            None,
-            "needs the HybridModel of newer releases of megatron-core, which the installed one "
-            f"({installed}) lacks",
-            "give the flags of a GPT instead, or use Python 3.12, for which pip installs a newer "
-            "one",
+            "--hybrid-mlp-ratio",
+            ratios[1],
+            f"and `--hybrid-attention-ratio` ({ratios[0]}) must add up to at most 1",
+            "use smaller shares",
         )
-    try:
-        pattern = read_pattern(text)
-    except ValueError as error:
-        yield refused(*error.args)
+    if variant is not None and sum(ratios) > 0:
+        yield exclusive(_VARIANT, "--hybrid-attention-ratio")
+    if variant != "gated_delta_net":
         return
-    yield from _size_errors(refused, pattern, given)
-    yield from _stage_errors(refused, pattern, given)
-    if run.model.transformer_impl == TE_IMPL:
+    name = "--linear-attention-freq"
+    if hybrid.linear_attention_freq is None:
         yield FlagError(
-            _FLAG,
-            None,
-            f"needs our own layers, which `--transformer-impl {TE_IMPL}` replaces",
-            "use `--transformer-impl torch`",
+            _VARIANT,
+            variant,
+            f"needs `{name}`, which says which layers keep their attention",
+            "give 4 for every fourth layer",
         )
-    if run.section(LatentAttentionConfig).multi_latent_attention:
-        yield FlagError(
-            _FLAG,
-            None,
-            "has layers of halves, which `--multi-latent-attention` is not among",
-            "give `--num-layers` instead",
-        )
-    if run.cuda_graphs.cuda_graph_impl != "none":
-        yield FlagError(
-            _FLAG,
-            None,
-            f"has layers of halves, but `--cuda-graph-impl {run.cuda_graphs.cuda_graph_impl}` "
-            "captures whole layers",
-            "use none",
-        )
+    else:
+        yield from pattern_errors(name, hybrid.linear_attention_freq, given.model.num_layers or 0)
 
 
 Refused = Callable[[str, str], FlagError]
@@ -217,12 +313,13 @@ def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterat
 
     ``refused`` makes an error from a broken rule and a remedy.
     """
-    pairs = pattern.pairs
+    kinds = pattern.kinds
+    letters = sum(map(len, kinds))
     model = given.model
     moe = given.section(MoEConfig)
-    if model.num_layers not in (None, len(pairs), 2 * len(pairs)):
+    if model.num_layers not in (None, len(kinds), letters):
         yield refused(
-            f"has {2 * len(pairs)} layers, or {len(pairs)} with attention and MLP as one, but "
+            f"has {letters} layers, or {len(kinds)} with mixer and MLP as one, but "
             f"`--num-layers` is {model.num_layers}",
             "leave it out",
         )
@@ -231,9 +328,9 @@ def _size_errors(refused: Refused, pattern: Pattern, given: RunConfig) -> Iterat
         yield refused(
             f"has {depths} depth{'s' * (depths != 1)} of multi-token prediction, but "
             f"`--mtp-num-layers` is {model.mtp_num_layers}",
-            f"write /{pairs[-1]} for each",
+            f"write /{kinds[-1]} for each",
         )
-    experts = "*E" in pairs
+    experts = any(mlp_of(kind) == EXPERTS for kind in (*kinds, *pattern.depths))
     if experts != (moe.num_experts is not None):
         yield refused(
             f"has {'' if experts else 'no '}layers of experts (E), and `--num-experts` is "

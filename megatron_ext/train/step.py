@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext import core
+from megatron_ext.config.layers import EXPERTS, mlp_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
 from megatron_ext.layers.auxiliary_loss import (
@@ -27,7 +28,7 @@ from megatron_ext.layers.auxiliary_loss import (
     INDEXER_LOSS_COUNT,
     AuxiliaryScale,
 )
-from megatron_ext.layers.specs import expert_pattern
+from megatron_ext.layers.specs import depth_kind, layer_kinds
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.losses.contract import Report, StepCounts
@@ -576,8 +577,9 @@ def take_auxiliary_losses(
     for index, name in enumerate(names):
         if name in logged:
             totals[index] = logged[name].double().sum()
-    pattern = expert_pattern(transformer_config)
-    layers = sum(pattern) + (transformer_config.mtp_num_layers or 0) * pattern[-1]
+    kinds = layer_kinds(transformer_config)
+    kinds += [depth_kind(transformer_config)] * (transformer_config.mtp_num_layers or 0)
+    layers = sum(mlp_of(kind) == EXPERTS for kind in kinds)
     # Average replicas and whole copies by a sum and a division: Gloo has no average.
     torch.distributed.all_reduce(totals)
     replicas = context.layout.data_parallel_size

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.text.hybrid import HAS_HYBRID_MODEL
 from tests.combinations import conversion, experts, inputs, preprocess
 from tests.combinations.draw import Case, as_pattern, cases_of
 from tests.combinations.execute import load
@@ -50,7 +49,6 @@ def test_a_layout_trains_as_one_rank_does(case: Case) -> None:
     passes(case)
 
 
-@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="this megatron-core has no HybridModel")
 @pytest.mark.parametrize("case", numbers("gpt", 3, "one rank", slow=6, seed=18))
 def test_a_pattern_of_layers_trains_as_on_one_rank(case: Case) -> None:
     passes(as_pattern(case))

@@ -99,7 +99,7 @@ def test_flags_in_the_reasons_of_notes_exist() -> None:
 
 
 def test_a_refused_flag_with_megatron_lms_default_asks_for_nothing() -> None:
-    found = parsed(f"{SMALL} --error-injection-rate 0 --hybrid-mlp-ratio 0.0")
+    found = parsed(f"{SMALL} --error-injection-rate 0 --null-tokenizer-pad-id -1")
     assert [note for note in found.notes if "it is Megatron-LM's default" in note] == found.notes
     assert len(found.notes) == 2
     (error,) = errors_of(f"{SMALL} --error-injection-rate 1")

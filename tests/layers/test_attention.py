@@ -190,7 +190,7 @@ def test_recomputing_attention_leaves_gradients_alone(context: ParallelContext) 
             recompute_modules=["core_attn"] if recompute else None,
         )
         seed_everything(context, 5)
-        spec = torch_layer_spec(transformer_config, moe=False).submodules.self_attention
+        spec = torch_layer_spec(transformer_config, "*-").submodules.self_attention
         module: SelfAttention = build_module(
             spec, config=transformer_config, layer_number=1, pg_collection=context.pgs
         )

@@ -21,8 +21,8 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.moe import Router
 from megatron_ext.layers.norms import LayerNorm, RMSNorm
 from megatron_ext.layers.specs import (
-    expert_pattern,
     has_transformer_engine,
+    layer_kinds,
     layer_spec,
     mtp_block_spec,
 )
@@ -312,14 +312,14 @@ def test_each_virtual_stage_gets_its_layers(context: ParallelContext) -> None:
 
 
 def test_the_frequency_says_which_layers_hold_experts() -> None:
-    assert expert_pattern(config()) == [False, False]
+    assert layer_kinds(config()) == ["*-", "*-"]
     every_other = config(num_layers=5, num_moe_experts=2, moe_layer_freq=2)
-    assert expert_pattern(every_other) == [True, False, True, False, True]
+    assert layer_kinds(every_other) == ["*E", "*-", "*E", "*-", "*E"]
     listed = config(num_moe_experts=2, moe_layer_freq=[1, 0])
-    assert expert_pattern(listed) == [True, False]
+    assert layer_kinds(listed) == ["*E", "*-"]
     listed.moe_layer_freq = [1, 0, 1]
     with pytest.raises(ConfigError, match="`--moe-layer-freq` has 3 entries, but must have one"):
-        expert_pattern(listed)
+        layer_kinds(listed)
 
 
 @pytest.mark.skipif(has_transformer_engine(), reason="Transformer Engine is installed")

@@ -1,1 +1,1 @@
-"""Sequence mixers that take the place of attention in a layer: convolutions and recurrences."""
+"""Sequence mixers other than attention: recurrent layers and sparse attention."""

@@ -67,7 +67,7 @@ def _parallel_errors(block: BlockConfig, config: RunConfig) -> Iterator[FlagErro
         "--apply-residual-connection-post-layernorm": (
             config.model.apply_residual_connection_post_layernorm
         ),
-        "--hybrid-layer-pattern": config.section(HybridConfig).hybrid_layer_pattern is not None,
+        "--hybrid-layer-pattern": config.section(HybridConfig).layer_kinds is not None,
         "--overlap-moe-expert-parallel-comm": config.parallel.overlap_moe_expert_parallel_comm,
         "--moe-keep-dispatched-tokens": config.section(MoEConfig).moe_keep_dispatched_tokens,
     }

@@ -1,20 +1,150 @@
-"""The flag that describes a GPT by a pattern of layers; `text.hybrid` reads the pattern."""
+"""Flags of the layers of a GPT and of their sequence mixers; `text.hybrid` reads the pattern."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron_ext.config.flags import flag
+from megatron_ext.config.flags import SHARE, SIZE, WEIGHT, derived, fixed_flag, flag, said_flag
+from megatron_ext.config.run import LayerSection, RunConfig
 
 
 @dataclass(frozen=True)
-class HybridConfig:
-    """The flag that lists a GPT's layers as letters, as in Megatron-LM's hybrid models."""
+class HybridConfig(LayerSection):
+    """The flags that choose the kind of each layer, with Megatron-LM's names.
+
+    Attributes:
+        layer_kinds: the kind of each decoder layer (see `config.layers`); None if all layers have
+            attention, and an MLP or experts by ``--moe-layer-freq``.
+        depth_kind: the kind of the layer of each depth of multi-token prediction; None for that of
+            the last decoder layer.
+    """
+
+    SECTION: ClassVar[str] = "hybrid"
 
     hybrid_layer_pattern: str | None = flag(
         None,
-        "build the GPT from layers of attention (*) and of an MLP (-) or experts (E), such as "
-        "*-*-|*-*-: | ends a pipeline stage, / begins a depth of multi-token prediction",
+        "the layers as letters, such as *-*-|*-*-: attention (*), Mamba-2 (M), gated DeltaNet (G), "
+        "Kimi Delta Attention (K) or DeepSeek's sparse attention (D), and an MLP (-) or experts "
+        "(E); | ends a pipeline stage, / begins a depth of multi-token prediction",
         names="--hybrid-override-pattern",
         if_changed="allow",
     )
+    hybrid_attention_ratio: float = flag(
+        0.0,
+        "share of attention among --num-layers single layers, the others being Mamba-2",
+        SHARE,
+        if_changed="allow",
+    )
+    hybrid_mlp_ratio: float = flag(
+        0.0,
+        "share of MLPs among --num-layers single layers, the others being Mamba-2",
+        SHARE,
+        if_changed="allow",
+    )
+    experimental_attention_variant: str | None = flag(
+        None,
+        "what takes the place of attention, in all layers but those of --linear-attention-freq",
+        choices="gated_delta_net dsa",
+        if_changed="allow",
+    )
+    linear_attention_freq: str | None = flag(
+        None,
+        "every n-th layer has attention, not --experimental-attention-variant gated_delta_net; or "
+        "a list such as [1,1,0] with a 0 for attention",
+        if_changed="allow",
+    )
+    layer_kinds: tuple[str, ...] | None = derived()
+    depth_kind: str | None = derived()
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether a flag of this section chooses the layers."""
+        return (
+            self.hybrid_layer_pattern is not None
+            or self.experimental_attention_variant is not None
+            or self.hybrid_attention_ratio + self.hybrid_mlp_ratio > 0
+        )
+
+    def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
+        """Return the fields of `StepTransformerConfig` for layers that no plain GPT has."""
+        if self.layer_kinds is None:
+            return {}
+        return {"layer_kinds": self.layer_kinds, "depth_kind": self.depth_kind}
+
+    def torch_only(self) -> list[str]:
+        """Return the user's flags that only the torch layers support, not Transformer Engine's."""
+        if self.layer_kinds is None:
+            return []
+        if self.experimental_attention_variant is not None:
+            return ["--experimental-attention-variant"]
+        pattern = self.hybrid_layer_pattern is not None
+        return ["--hybrid-layer-pattern" if pattern else "--hybrid-attention-ratio"]
+
+
+@dataclass(frozen=True)
+class MixerConfig(LayerSection):
+    """The sizes of sequence mixers other than attention, with Megatron-LM's names and defaults."""
+
+    SECTION: ClassVar[str] = "mixer"
+
+    linear_conv_kernel_dim: int = fixed_flag(
+        4, "positions of the short convolution of gated DeltaNet and Kimi Delta Attention", SIZE
+    )
+    linear_key_head_dim: int = fixed_flag(128, "channels of a head's key in these layers", SIZE)
+    linear_value_head_dim: int = fixed_flag(128, "channels of a head's value in these layers", SIZE)
+    linear_num_key_heads: int = fixed_flag(16, "heads of queries and keys in these layers", SIZE)
+    linear_num_value_heads: int = fixed_flag(32, "heads of values in these layers", SIZE)
+    mamba_state_dim: int = fixed_flag(128, "channels of the state of a Mamba-2 layer", SIZE)
+    mamba_head_dim: int = fixed_flag(64, "channels of a head of a Mamba-2 layer", SIZE)
+    mamba_num_groups: int = fixed_flag(8, "groups of heads that share B and C", SIZE)
+    mamba_num_heads: int | None = fixed_flag(
+        None, "heads of a Mamba-2 layer; default: 2 × --hidden-size / --mamba-head-dim", SIZE
+    )
+    dsa_indexer_n_heads: int | None = fixed_flag(
+        None, "heads of the indexer of DeepSeek's sparse attention", SIZE
+    )
+    dsa_indexer_head_dim: int | None = fixed_flag(None, "channels of a head of the indexer", SIZE)
+    dsa_indexer_topk: int | None = fixed_flag(
+        None, "keys that each query attends to in sparse attention", SIZE
+    )
+    dsa_indexer_loss_coeff: float | None = said_flag(
+        None, "weight of the loss that trains the indexer on attention's scores", WEIGHT
+    )
+    dsa_indexer_use_sparse_loss: bool = said_flag(
+        False, "compute the indexer's loss over the chosen keys only"
+    )
+
+    def transformer_fields(self, config: RunConfig) -> Mapping[str, object]:
+        """Return the fields of megatron-core's TransformerConfig for the mixers of the model."""
+        kinds = config.section(HybridConfig).layer_kinds
+        if kinds is None:
+            return {}
+        fields = {name: value for name, value in vars(self).items() if name in SIZES}
+        if self.mamba_num_heads is None:
+            fields["mamba_num_heads"] = self.num_mamba_heads(config)
+        return fields
+
+    def num_mamba_heads(self, config: RunConfig) -> int:
+        """Return the number of heads of a Mamba-2 layer."""
+        wide = 2 * (config.model.hidden_size or 0)
+        return self.mamba_num_heads or wide // self.mamba_head_dim
+
+
+LINEAR_SIZES = (
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+)
+MAMBA_SIZES = "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"
+INDEXER = (
+    "dsa_indexer_n_heads",
+    "dsa_indexer_head_dim",
+    "dsa_indexer_topk",
+    "dsa_indexer_loss_coeff",
+    "dsa_indexer_use_sparse_loss",
+)
+SIZES = (*LINEAR_SIZES, *MAMBA_SIZES, *INDEXER)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from megatron_ext.config.inapplicable import (
@@ -14,6 +15,8 @@ from megatron_ext.config.inapplicable import (
     without,
     without_engine,
 )
+from megatron_ext.config.layers import MIXERS, mixer_of
+from megatron_ext.text.config.hybrid import INDEXER, LINEAR_SIZES, MAMBA_SIZES
 from megatron_ext.text.config.sft import SftConfig
 
 _SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
@@ -98,6 +101,35 @@ PARTS_OF_LAYERS = (
 )
 """Notes on flags that name parts of a layer that no layer of the model has."""
 
+
+def _has_no_mixer(letters: str) -> Callable[[Values], bool]:
+    """Return a function that tells whether no layer has a mixer with one of these letters."""
+
+    def lacks(values: Values) -> bool:
+        kinds = (*(values["layer_kinds"] or ()), values["depth_kind"] or "")
+        return not {mixer_of(kind) for kind in kinds} & set(letters)
+
+    return lacks
+
+
+def _of_mixers(letters: str, fields: Sequence[str]) -> Inapplicable:
+    """Return an entry that says that sizes of mixers have no effect without such a mixer."""
+    names = " or ".join(MIXERS[letter] for letter in letters)
+    return Inapplicable(
+        " ".join(fields).replace("_", "-"),
+        says=f"has no effect: no layer of the model has {names}",
+        holds=_has_no_mixer(letters),
+    )
+
+
+SIZES_OF_MIXERS = (
+    _of_mixers("GK", LINEAR_SIZES),
+    _of_mixers("M", MAMBA_SIZES),
+    _of_mixers("D", INDEXER),
+    without("--experimental-attention-variant gated_delta_net", "linear-attention-freq"),
+)
+"""Notes on sizes of mixers that no layer of the model has."""
+
 NO_VALIDATION = Inapplicable(
     "eval-interval eval-iters full-validation",
     "`--split` leaves no documents to the validation split",
@@ -126,6 +158,7 @@ _with_direct = partial(
 TEXT_FLAGS = (
     NO_VALIDATION,
     *PARTS_OF_LAYERS,
+    *SIZES_OF_MIXERS,
     without("--sample-interval", "sample-new-tokens"),
     longer_than_run("sample-interval"),
     WITHOUT_SFT,

@@ -23,7 +23,7 @@ from megatron_ext.text.config.attention import (
     LatentAttentionConfig,
 )
 from megatron_ext.text.config.block import BlockConfig
-from megatron_ext.text.config.hybrid import HybridConfig
+from megatron_ext.text.config.hybrid import HybridConfig, MixerConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig, rotary_errors
 from megatron_ext.text.config.samples import TextSampleConfig
@@ -43,6 +43,7 @@ SECTIONS = (
     SftConfig,
     TokenizerConfig,
     HybridConfig,
+    MixerConfig,
     TaskEvaluationConfig,
     TextSampleConfig,
 )
@@ -51,7 +52,7 @@ SECTIONS = (
 
 def resolve_text(config: RunConfig) -> RunConfig:
     """Return a text run's configuration with derived values, such as the layers that get LoRA."""
-    if config.section(HybridConfig).hybrid_layer_pattern is not None:
+    if config.section(HybridConfig).is_given:
         from megatron_ext.text.hybrid import resolve_hybrid
 
         config = resolve_hybrid(config)
@@ -157,11 +158,11 @@ def _target_errors(run: RunConfig) -> list[FlagError]:
 
 
 def _pattern_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each fault of ``--hybrid-layer-pattern``, if ``given`` has it.
+    """Yield an error for each fault of flags such as ``--hybrid-layer-pattern`` in ``given``.
 
     ``run`` is the same configuration with derived values.
     """
-    if given.section(HybridConfig).hybrid_layer_pattern is not None:
+    if given.section(HybridConfig).is_given:
         from megatron_ext.text.hybrid import hybrid_errors
 
         yield from hybrid_errors(given, run)

@@ -1,4 +1,4 @@
-"""Builds a pipeline chunk of a GPT from megatron-core's GPTModel or HybridModel."""
+"""Builds a pipeline chunk of a GPT from megatron-core's GPTModel."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from megatron_ext.errors import ConfigError
 from megatron_ext.layers.specs import layer_spec, layers_of_chunk, mtp_block_spec
 from megatron_ext.layers.subclass import specialize
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.model.language import TextModel
 
@@ -54,20 +53,6 @@ class GPTModel(TextModel, CoreGPTModel):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         if not core.TAKES_SHORT_GROUPS:
             specialize(self.decoder, TransformerBlock)
-
-
-def _model_class(config: RunConfig, given: Callable[..., TextModel]) -> Callable[..., TextModel]:
-    """Return the class, or the function, that builds the model.
-
-    This is `HybridModel` if ``given`` is `GPTModel` and ``--hybrid-layer-pattern`` is set,
-    otherwise ``given``.
-    """
-    pattern = config.has(HybridConfig) and config.section(HybridConfig).hybrid_layer_pattern
-    if not pattern or given is not GPTModel:
-        return given
-    from megatron_ext.text.model.hybrid import HybridModel
-
-    return HybridModel
 
 
 def build_gpt_chunk(
@@ -111,7 +96,7 @@ def build_gpt_chunk(
         block.layer_specs = block.layer_specs[layers_of_chunk(transformer_config, vp_stage)]
     if model.mtp_num_layers and core.mtp_on_this_chunk(transformer_config, vp_stage):
         mtp_spec = mtp_block_spec(transformer_config, impl=impl, vp_stage=vp_stage, layer=last)
-    chunk = _model_class(config, model_class)(
+    chunk = model_class(
         config=transformer_config,
         transformer_layer_spec=block,
         vocab_size=model.padded_vocab_size,

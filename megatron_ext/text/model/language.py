@@ -1,4 +1,4 @@
-"""The base class of our GPTModel and HybridModel, with the forward pass and our MTP losses."""
+"""The base class of our GPTModel, with the forward pass and our MTP losses."""
 
 import copy
 from typing import Any

@@ -16,7 +16,6 @@ from megatron_ext.checkpoint.stored import read_run_config
 from megatron_ext.errors import CheckpointError
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.convert import huggingface
-from megatron_ext.text.hybrid import HAS_HYBRID_MODEL
 from tests.checkpoint.tiny import whole_tensors
 from tests.ranks import run_on_ranks
 from tests.text.convert.models import (
@@ -169,7 +168,6 @@ def test_a_trained_checkpoint_of_any_layout_is_exported(tmp_path: Path) -> None:
     run_on_ranks(by_checkpoint, TP2_PP2, {"root": trained, "expected": expected})
 
 
-@pytest.mark.skipif(not HAS_HYBRID_MODEL, reason="this megatron-core has no HybridModel")
 def test_a_hybrid_run_is_exported_as_the_gpt_that_it_spells(tmp_path: Path) -> None:
     source, root = make("qwen3", tmp_path / "hf"), tmp_path / "ours"
     words = [*imported(source, root, seq_length=32), "--pretrained-checkpoint", str(root)]

@@ -1,0 +1,88 @@
+"""Rules for the sequence mixers of a GPT's layers: their sizes, and what they go with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megatron_ext.config.flags import must_divide
+from megatron_ext.config.layers import MIXERS, mixer_of
+from megatron_ext.config.precision import TE_IMPL
+from megatron_ext.config.run import RunConfig
+from megatron_ext.errors import FlagError
+from megatron_ext.text.config.attention import LatentAttentionConfig
+from megatron_ext.text.config.hybrid import INDEXER, HybridConfig, MixerConfig
+
+RECURRENT = "MGK"
+"""Letters of the mixers that carry a state from position to position."""
+
+
+def mixer_errors(kinds: Sequence[str], run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag that does not go with the mixers of layers of these kinds."""
+    depth = run.section(HybridConfig).depth_kind
+    letters = {mixer_of(kind) for kind in (*kinds, depth or kinds[-1])}
+    sizes = run.section(MixerConfig)
+    ranks = run.parallel.tensor_model_parallel_size
+    if letters & set("GK"):
+        yield from _linear_errors(letters, sizes, ranks)
+    if "M" in letters:
+        yield from _mamba_errors(sizes, run)
+    if "D" in letters:
+        yield from _sparse_errors(sizes, run)
+    mixers = ", ".join(MIXERS[letter] for letter in sorted(letters & set("MGKD")))
+    model = run.model
+    what = f"layers of {mixers}" if mixers else "layers with one part"
+    refused = {
+        "--transformer-impl": (model.transformer_impl, TE_IMPL, "torch"),
+        "--cuda-graph-impl": (run.cuda_graphs.cuda_graph_impl, "local", "none"),
+    }
+    for name, (value, bad, remedy) in refused.items():
+        if value == bad:
+            yield FlagError(name, value, f"does not support {what}", f"use {remedy}")
+
+
+def _linear_errors(letters: set[str], sizes: MixerConfig, ranks: int) -> Iterator[FlagError]:
+    """Yield an error for each wrong size of gated DeltaNet or Kimi Delta Attention."""
+    keys = sizes.linear_num_key_heads
+    values = sizes.linear_num_value_heads
+    tp = "--tensor-model-parallel-size"
+    yield from must_divide("--linear-num-key-heads", keys, tp, ranks)
+    yield from must_divide("--linear-num-value-heads", values, "--linear-num-key-heads", keys)
+    if "K" in letters and keys != values:
+        yield FlagError(
+            "--linear-num-value-heads",
+            values,
+            f"must equal `--linear-num-key-heads` ({keys}) in {MIXERS['K']}",
+            f"use {keys}",
+        )
+
+
+def _mamba_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each wrong size of Mamba-2."""
+    groups = sizes.mamba_num_groups
+    tp = "--tensor-model-parallel-size"
+    heads = sizes.num_mamba_heads(run)
+    if heads % groups:
+        yield FlagError(
+            "--mamba-num-groups",
+            groups,
+            f"must divide the heads of a Mamba-2 layer ({heads}), which share B and C in groups",
+            "use a divisor, or give `--mamba-num-heads`",
+        )
+    yield from must_divide(
+        "--mamba-num-groups", groups, tp, run.parallel.tensor_model_parallel_size
+    )
+
+
+def _sparse_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each missing part of DeepSeek's sparse attention."""
+    if not run.section(LatentAttentionConfig).multi_latent_attention:
+        yield FlagError(
+            "--multi-latent-attention",
+            None,
+            f"is missing, and {MIXERS['D']} (D) is built on it",
+            "give it",
+        )
+    for field in INDEXER[:3]:
+        if getattr(sizes, field) is None:
+            name = f"--{field.replace('_', '-')}"
+            yield FlagError(name, None, f"is missing, and {MIXERS['D']} (D) needs it", "give it")
