@@ -25,7 +25,7 @@ from megatron_ext.layers import masks, sdpa
 from megatron_ext.layers.masks import is_dense
 
 if TYPE_CHECKING:
-    from megatron_ext.layers.kv_cache import LayerCache
+    from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache
 
 GATHER = ("p2p", "all_gather")
 """Values of ``--cp-comm-type`` with which the torch layers gather all keys and values at once."""
@@ -239,6 +239,12 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             mask = gather_sequence(rows, self.cp_group).permute(1, 2, 0, 3).bool()
         context = self.attend_locally(query, key, value, mask, first_query=0)
         return sequence_to_heads(context, self.cp_group)
+
+    def new_cache(self, cache: KeyValueCache) -> LayerCache:
+        """Return an empty cache of this layer; ``cache`` is the state that all layers share."""
+        from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache
+
+        return LayerCache(cache, self.window_size)
 
     def attend_locally(
         self,

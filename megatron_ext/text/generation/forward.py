@@ -23,10 +23,8 @@ from torch.distributed import ReduceOp
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
-from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.inference import InferenceDecoder, Product, inference_decoder
-from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache, PackedTokens, Segment
-from megatron_ext.layers.latent_attention import LatentAttention
+from megatron_ext.layers.kv_cache import KeyValueCache, PackedTokens, Segment
 from megatron_ext.layers.linear import OutputLayer
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.schedules.forward import collect_outputs, evaluating, forward_engine
@@ -193,8 +191,8 @@ class PackedForward:
                 undo.enter_context(whole_weights(self.chunks))
             undo.enter_context(evaluating(self.chunks))
             for module in self._modules:
-                if isinstance(module, (DotProductAttention, LatentAttention)):
-                    module.cache = _layer_cache(module, cache)
+                if hasattr(module, "new_cache"):
+                    module.cache = module.new_cache(cache)
                     undo.callback(setattr, module, "cache", None)
             undo.callback(self._forget_decoder)
             self._prepare_decoder()
@@ -381,10 +379,3 @@ class PackedForward:
                 slots = [segment.slot for segment in hidden.tokens.segments]
                 by_slot |= dict(zip(slots, logits, strict=True))
         return by_slot
-
-
-def _layer_cache(module: Any, cache: KeyValueCache) -> Any:
-    """Return the cache of a module of attention."""
-    if isinstance(module, LatentAttention):
-        return module.new_cache(cache)
-    return LayerCache(cache, module.window_size)
