@@ -10,7 +10,8 @@ paper::
     k, v = W_ukv N(c_kv)                   n heads of [qk_head_dim] and [v_head_dim]
     query, key = (q, rotated q_r), (k, rotated k_r)
 
-All heads share the rotated k_r. Tensor parallelism splits the heads. The projections to c_q and to
+Without positions (``--position-embedding-type none``, as in Kimi Linear) nothing is rotated. All
+heads share k_r. Tensor parallelism splits the heads. The projections to c_q and to
 c_kv are whole on every rank, which applies them to its own part of the sequence under sequence
 parallelism. Parameters have megatron-core's names, and core attention gets queries, keys and values
 of all heads as in any other attention.
@@ -35,7 +36,7 @@ from torch.distributed import ProcessGroup
 from megatron_ext.config.rules.model import RECOMPUTED_LATENT
 from megatron_ext.layers.compiled import compiled, fusions_of
 from megatron_ext.layers.linear import enter
-from megatron_ext.layers.pointwise import Table, rotated, table_of
+from megatron_ext.layers.pointwise import rotated, table_of
 from megatron_ext.layers.transformer_layer import WithBias
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def split_latent_heads(
     query: Tensor,
     projected: Tensor,
     shared: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     heads: int,
     value_dim: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +63,7 @@ def split_latent_heads(
             its value.
         shared: ``[s, b, dr]``, the last channels of all heads' keys, not yet rotated.
         cos, sin: ``[s, 1, 1, d / 2]`` from `pointwise.rotary_table`; if d < dr, the rest of the dr
-            channels is not rotated.
+            channels is not rotated. None rotates nothing.
         heads, value_dim: n and dv.
 
     Returns:
@@ -73,10 +74,13 @@ def split_latent_heads(
     key = per_head[..., :-value_dim]
     value = per_head[..., -value_dim:]
     width = key.size(-1)
-    turned = rotated(query[..., width:], cos, sin, True)
-    query = torch.cat((query[..., :width], turned), -1)
-    turned = rotated(shared.unsqueeze(2), cos, sin, True).expand(-1, -1, heads, -1)
-    return query, torch.cat((key, turned), -1), value.contiguous()
+    turned = shared.unsqueeze(2)
+    if cos is not None and sin is not None:
+        rest = rotated(query[..., width:], cos, sin, True)
+        query = torch.cat((query[..., :width], rest), -1)
+        turned = rotated(turned, cos, sin, True)
+    key = torch.cat((key, turned.expand(-1, -1, heads, -1)), -1)
+    return query, key, value.contiguous()
 
 
 latent_heads = compiled(split_latent_heads)
@@ -89,6 +93,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
     MLATransformerConfig, with ``kv_channels`` equal to ``v_head_dim`` and ``softmax_scale`` set.
 
     Attributes:
+        rotary_pos_emb: gives the angles by which a part of each head is rotated; None for none.
         recomputes_heads: whether to free queries, keys and values after attention, and recompute
             them in the backward pass (``--recompute-modules mla_up_proj``).
         cache: the small vectors of earlier tokens, in generation; else None.
@@ -113,7 +118,9 @@ class LatentAttention(Attention):  # type: ignore[misc]
         modules = config.recompute_modules or ()
         selective = config.recompute_granularity == "selective"
         self.recomputes_heads = selective and RECOMPUTED_LATENT in modules
-        self.rotary_pos_emb = rotary_embedding(config, groups.cp)
+        self.rotary_pos_emb: RotaryEmbedding | None = None
+        if getattr(config, "rotates_latent_heads", True):
+            self.rotary_pos_emb = rotary_embedding(config, groups.cp)
         heads = config.num_attention_heads
         rotated = config.qk_pos_emb_head_dim
         self.key_hidden_size = config.qk_head_dim + rotated
@@ -261,8 +268,11 @@ class LatentAttention(Attention):  # type: ignore[misc]
         """Return the queries ``[s, b, n, dk]`` that `heads` returns, for s = ``length`` tokens."""
         query = self._projected_query(query_input)
         query = torch.unflatten(query, -1, (self.num_attention_heads_per_partition, -1))
+        cos, sin = self._table(length, query.dtype)
+        if cos is None or sin is None:
+            return query
         width = self.config.qk_head_dim
-        turned = rotated(query[..., width:], *self._table(length, query.dtype), True)
+        turned = rotated(query[..., width:], cos, sin, True)
         return self._grown(torch.cat((query[..., :width], turned), dim=-1), length)
 
     def _grown(self, query: Tensor, length: int) -> Tensor:
@@ -270,7 +280,8 @@ class LatentAttention(Attention):  # type: ignore[misc]
 
         ``length`` is the number of tokens of all context-parallel ranks.
         """
-        if getattr(self.config, "llama_4_scaling_beta", None) is None:
+        growth = getattr(self.config, "llama_4_scaling_beta", None)
+        if growth is None or self.rotary_pos_emb is None:
             return query
         tables, _ = self.rotary_pos_emb(length)
         factors: Tensor = tables[:, :, 1:, :1]
@@ -278,14 +289,19 @@ class LatentAttention(Attention):  # type: ignore[misc]
 
     def rotated_shared(self, shared: Tensor) -> Tensor:
         """Return the rotated k_r ``[s, b, dr]``, which all heads share."""
-        table = self._table(len(shared), shared.dtype)
-        return rotated(shared.unsqueeze(2), *table, True).squeeze(2)
+        cos, sin = self._table(len(shared), shared.dtype)
+        if cos is None or sin is None:
+            return shared
+        return rotated(shared.unsqueeze(2), cos, sin, True).squeeze(2)
 
-    def _table(self, length: int, dtype: torch.dtype) -> Table:
+    def _table(self, length: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """Return cosines and sines ``[s, 1, 1, d/2]`` for this context-parallel rank's tokens.
 
-        ``length`` is the number of tokens of all these ranks.
+        ``length`` is the number of tokens of all these ranks. The results are None if nothing is
+        rotated.
         """
+        if self.rotary_pos_emb is None:
+            return None, None
         rotary = self.rotary_pos_emb(length)
         tables, factor = rotary if isinstance(rotary, tuple) else (rotary, 1.0)
         angles = tables[:, :, :1]

@@ -131,6 +131,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             attention, and an MLP or experts by ``moe_layer_freq``.
         depth_kind: the kind of the layer of a depth of multi-token prediction; None for that of the
             last decoder layer.
+        rotates_latent_heads: whether multi-latent attention rotates a part of each head.
         moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
             them as ``moe_token_dispatcher_type`` says.
         moe_keep_dispatched_tokens: whether there are ``kept_tokens``.
@@ -175,6 +176,7 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     dsa_indexer_k_norm_epsilon: float | None = None
     layer_kinds: tuple[str, ...] | None = None
     depth_kind: str | None = None
+    rotates_latent_heads: bool = True
     moe_ranks_per_node: int | None = None
     moe_keep_dispatched_tokens: bool = False
     moe_dispatch_fwd_dtype: str = "bf16"

@@ -388,7 +388,7 @@ def test_latent_attention_scales_scores_by_its_keys_and_lengths() -> None:
         kv_lora_rank=8, mscale=2.0, mscale_all_dim=0.5, rotary_scaling_factor=40.0,
     )  # fmt: skip
     # 0.1 * 0.5 * ln(40) + 1 is 1.184444; its square over the root of 16 channels.
-    assert softmax_scale(latent) == pytest.approx(1.18444397**2 / 4)
+    assert softmax_scale(latent, rotates=True) == pytest.approx(1.18444397**2 / 4)
     run = config_of(f"{SMALL} --nproc-per-node 2 --tensor-model-parallel-size 2", ranks=0)
     sides = {width: parts for _, width, parts in latent.attention_sides(run) or ()}
     assert sides == {None: 1, 8: 1, 12: 1, 64: 2, 72: 2, 24: 2}

@@ -168,11 +168,13 @@ class LatentAttentionConfig(LayerSection):
         if not self.multi_latent_attention:
             return {}
         positions = config.section(PositionConfig)
+        rotates = positions.position_embedding_type == "rope"
         return {
             **dataclasses.asdict(self),
             "rotary_base": positions.rotary_base,
             "rotary_percent": positions.rotary_percent,
-            "softmax_scale": softmax_scale(self),
+            "rotates_latent_heads": rotates,
+            "softmax_scale": softmax_scale(self, rotates=rotates),
         }
 
     def torch_only(self) -> list[str]:
@@ -235,11 +237,13 @@ class LatentAttentionConfig(LayerSection):
             )
 
 
-def softmax_scale(latent: LatentAttentionConfig) -> float:
+def softmax_scale(latent: LatentAttentionConfig, *, rotates: bool) -> float:
     """Return the factor of attention's scores, ``m**2 / sqrt(d)`` for keys of d channels.
 
     m is ``0.1 * mscale_all_dim * ln(rotary_scaling_factor) + 1``, as in YaRN (arXiv:2309.00071,
-    section 3.4, where m multiplies queries and keys).
+    section 3.4, where m multiplies queries and keys), and 1 if nothing ``rotates``.
     """
-    growth = 0.1 * latent.mscale_all_dim * math.log(latent.rotary_scaling_factor) + 1.0
+    growth = 1.0
+    if rotates:
+        growth += 0.1 * latent.mscale_all_dim * math.log(latent.rotary_scaling_factor)
     return growth**2 / math.sqrt(latent.qk_head_dim + latent.qk_pos_emb_head_dim)

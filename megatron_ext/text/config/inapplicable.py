@@ -227,7 +227,7 @@ TEXT_FLAGS = (
     without(
         "--position-embedding-type rope",
         "rotary-base rotary-percent rotary-interleaved rotary-seq-len-interpolation-factor "
-        "use-rope-scaling rope-scaling rope-local-base-freq no-rope-freq",
+        "use-rope-scaling rope-scaling rope-local-base-freq no-rope-freq llama-4-scaling-beta",
     ),
     beside(
         "--multi-latent-attention",
@@ -241,6 +241,15 @@ TEXT_FLAGS = (
         "q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rope-type "
         "rotary-scaling-factor original-max-position-embeddings beta-fast beta-slow mscale "
         "mscale-all-dim latent-norm-epsilon",
+    ),
+    Inapplicable(
+        "rope-type rotary-scaling-factor original-max-position-embeddings beta-fast beta-slow "
+        "mscale mscale-all-dim",
+        "nothing is rotated",
+        says="has no effect with `--position-embedding-type none`",
+        holds=lambda values: (
+            values["multi_latent_attention"] and values["position_embedding_type"] == "none"
+        ),
     ),
     without("--rope-type yarn", "original-max-position-embeddings beta-fast beta-slow mscale"),
     without("--mtp-num-layers", "mtp-loss-scaling-factor"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.config.flags import default_of, spelling_of
+from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import AttentionConfig, LatentAttentionConfig
@@ -51,13 +52,16 @@ def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
             "leave it out",
         )
     kind = positions.position_embedding_type
+    if kind == "none":
+        yield from _unrotated_errors(given)
+        return
     if kind != "rope":
         yield FlagError(
             name,
             None,
             "rotates a part of each head, which does not go with "
             f"`--position-embedding-type {kind}`",
-            "use rope",
+            "use rope, or none to rotate nothing",
         )
     rotated = latent.qk_pos_emb_head_dim
     share = positions.rotary_percent
@@ -76,6 +80,26 @@ def latent_attention_errors(given: RunConfig) -> Iterator[FlagError]:
             f"use {2 / rotated:g} or more",
         )
     yield from _yarn_errors(latent, positions)
+
+
+def _unrotated_errors(given: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag that is wrong if latent attention knows no positions."""
+    growth = given.section(PositionConfig).llama_4_scaling_beta
+    if growth is not None:
+        yield FlagError(
+            "--llama-4-scaling-beta",
+            f"{growth:g}",
+            "does not go with `--position-embedding-type none`, whose queries know no positions",
+            "leave it out",
+        )
+    if given.model.transformer_impl == TE_IMPL:
+        yield FlagError(
+            "--transformer-impl",
+            TE_IMPL,
+            "always rotates a part of each head of `--multi-latent-attention`, which "
+            "`--position-embedding-type none` forbids",
+            "use torch",
+        )
 
 
 def _yarn_errors(latent: LatentAttentionConfig, positions: PositionConfig) -> Iterator[FlagError]:

@@ -126,6 +126,7 @@ MODELS = {
     "experts": "--num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear",
     "latent attention": LATENT,
     "latent attention with adapters": LATENT,
+    "latent attention without positions": f"{LATENT} --position-embedding-type none",
     "latent attention, queries too": f"{LATENT} --q-lora-rank 24 --window-size 3 0",
 }
 

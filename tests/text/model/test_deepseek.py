@@ -74,6 +74,18 @@ VARIANTS: dict[str, tuple[dict[str, Any], str]] = {
         "--beta-fast 4 --mscale-all-dim 0.7",
     ),
     "queries of the hidden state": ({"q_lora_rank": None}, "--rope-type rope"),
+    "no positions": (
+        {
+            "model_type": "kimi_linear",
+            "num_experts": 8,
+            "layer_types": ["full_attention"] * 3,
+            "q_lora_rank": None,
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "--position-embedding-type none",
+    ),
 }
 
 
@@ -170,6 +182,11 @@ def train_alike(layouts: str, words: str, capfd: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("layouts", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_layouts_train_alike(layouts: str, capfd: pytest.CaptureFixture[str]) -> None:
     train_alike(layouts, RECIPE, capfd)
+
+
+def test_layouts_without_positions_train_alike(capfd: pytest.CaptureFixture[str]) -> None:
+    words = f"{TRAINED} --position-embedding-type none --reset-attention-mask"
+    train_alike("tp2spcp2,tp2pp2", words, capfd)
 
 
 @pytest.mark.slow
