@@ -247,6 +247,7 @@ class IntervalMetrics:
         self._since_report = Sums()
         self._since_track = Sums()
         self._first: Sums | None = None
+        self._logits: dict[str, float] = {}
 
     def add(self, result: StepResult, stats: StepStats) -> None:
         """Add one step's losses and statistics to the sums."""
@@ -313,6 +314,8 @@ class IntervalMetrics:
             return
         self.settle()
         norm = self._run.params_norm() if logging.log_params_norm else None
+        followed = self._run.runner.attention_logits
+        self._logits = {} if followed is None else followed.by_layer()
         if tracked:
             self._run.reporters.on_step(self._own_record(norm))
         if due:
@@ -386,6 +389,7 @@ class IntervalMetrics:
             total_skipped=run.progress.skipped_iterations,
             num_zeros=last.update.num_zeros,
             params_norm=params_norm,
+            attention_logits=self._logits,
             peak_flops=run.peak_flops,
             memory=memory_of(run.device),
             epoch=run.progress.epoch,

@@ -42,6 +42,7 @@ from megatron_ext.train.task import Task
 if TYPE_CHECKING:
     from megatron_ext.checkpoint.state import ExtraState
     from megatron_ext.layers.fp8.linear import AmaxHistories
+    from megatron_ext.optim.qk_clip import AttentionLogits
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,11 @@ class StepRunner:
             `update`, for example to repeat them. It takes `StepInputs`, and returns the results of
             the last two. None to call each of the three once.
         extra_state: checkpointed state besides the run's model; None if there is none.
+        attention_logits: follows the largest logits of attention; None if nothing asks for them.
     """
 
     extra_state: ExtraState | None = None
+    attention_logits: AttentionLogits | None = None
     scales_in_update = False
 
     def __init__(
@@ -212,6 +215,12 @@ class StepRunner:
                 hooks.grad_sync_func = core.one_or_list([c.start_grad_sync for c in self.chunks])
         if flags.gathers_in_forward and flags.align_param_gather:
             hooks.param_sync_func = core.one_or_list([c.start_param_sync for c in self.chunks])
+        if hooks.qk_clip or hooks.log_max_attention_logit:
+            from megatron_ext.optim.qk_clip import AttentionLogits
+
+            logits = AttentionLogits(self.chunks, optimizer, hooks, self.context.pgs)
+            self.attention_logits = logits
+            self.approvals.append(logits.before_update)
 
     def train(self, inputs: StepInputs, num_samples: int) -> StepResult:
         """Compute the gradients over a global batch, and update the parameters once.

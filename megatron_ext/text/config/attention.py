@@ -15,7 +15,9 @@ from megatron_ext.config.flags import (
     WEIGHT,
     Range,
     fixed_flag,
+    flag,
     resumed_flag,
+    said_flag,
 )
 from megatron_ext.config.layers import pattern_errors, windowed_layers
 from megatron_ext.config.model import ModelConfig
@@ -55,6 +57,24 @@ class AttentionConfig(LayerSection):
         "multiply the output of each head by the sigmoid of a gate, which is projected with the "
         "query, as in Qwen3-Next",
     )
+    qk_clip: bool = said_flag(
+        False,
+        "after each update, scale the weights of queries and keys of the heads whose largest logit "
+        "in the step was above --qk-clip-threshold (MuonClip)",
+    )
+    qk_clip_alpha: float = said_flag(
+        0.5,
+        "power of the scale that --qk-clip gives to queries; keys get the rest",
+        Range(0, 1, above=True, below=True),
+    )
+    qk_clip_threshold: float = said_flag(
+        100.0, "logit of attention above which --qk-clip scales a head", FACTOR
+    )
+    log_max_attention_logit: bool = flag(
+        False,
+        "largest logit of attention of each layer to the trackers and metrics.jsonl, of the model "
+        "to the log, too; --qk-clip does so anyway",
+    )
 
     @property
     def changes_scores(self) -> bool:
@@ -79,8 +99,12 @@ class AttentionConfig(LayerSection):
 
     def torch_only(self) -> list[str]:
         """Return the user's flags that only the torch layers support, not Transformer Engine's."""
-        capped = self.attn_logit_softcapping is not None
-        return ["--attn-logit-softcapping"] if capped else []
+        own = {
+            "--attn-logit-softcapping": self.attn_logit_softcapping is not None,
+            "--qk-clip": self.qk_clip,
+            "--log-max-attention-logit": self.log_max_attention_logit,
+        }
+        return [name for name, given in own.items() if given]
 
     def te_versions(self, config: RunConfig) -> Mapping[str, str]:
         """Map ``--softmax-type`` to the oldest Transformer Engine release that supports its value.
@@ -110,6 +134,8 @@ class AttentionConfig(LayerSection):
                     f"has no kernel for `{name}` ({value})",
                     "use auto or local",
                 )
+        if self.qk_clip:
+            yield from self._clip_errors(config)
         rings = sorted(set(parallel.cp_comm_type) & {"p2p", "a2a+p2p"})
         if in_te and parallel.context_parallel_size > 1 and self.window_size is not None and rings:
             yield FlagError(
@@ -118,6 +144,40 @@ class AttentionConfig(LayerSection):
                 f"over context-parallel ranks does not go with `--cp-comm-type` ({rings[0]})",
                 "use all_gather or a2a",
             )
+
+    def _clip_errors(self, config: RunConfig) -> Iterator[FlagError]:
+        """Yield an error for each flag with which scaled weights would have another effect."""
+        latent = config.section(LatentAttentionConfig).multi_latent_attention
+        if config.model.qk_layernorm and not latent:
+            yield FlagError(
+                "--qk-clip",
+                None,
+                "has no effect with `--qk-layernorm`, whose norms undo any scale of queries and "
+                "keys",
+                "give one of them",
+            )
+        if self.attn_logit_softcapping is not None:
+            yield FlagError(
+                "--qk-clip",
+                None,
+                f"does not go with `--attn-logit-softcapping` ({self.attn_logit_softcapping}), "
+                "which limits the logits already",
+                "give one of them",
+            )
+        fixes = {
+            "--lora-rank": config.lora.lora_rank is not None,
+            "--freeze": bool(config.freeze.freeze),
+            "--freeze-all-but": bool(config.freeze.freeze_all_but),
+            "--freeze-base-for-mtp": config.freeze.freeze_base_for_mtp,
+        }
+        for name, given in fixes.items():
+            if given:
+                yield FlagError(
+                    "--qk-clip",
+                    None,
+                    f"scales weights of queries and keys, which `{name}` may keep as they are",
+                    "leave one of them out",
+                )
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,7 @@ TEXT_FLAGS = (
         "its frequencies are scaled by `--rope-type yarn`",
     ),
     without("--window-size", "window-attn-skip-freq"),
+    without("--qk-clip", "qk-clip-alpha qk-clip-threshold"),
     without("--use-rope-scaling", "rope-scaling-factor"),
     without(
         "--multi-latent-attention",

@@ -133,6 +133,7 @@ class MetricsFile:
             **record.losses,
             "learning_rate": record.learning_rate,
             "grad_norm": record.grad_norm,
+            **record.logits,
             "loss_scale": record.loss_scale,
             "global_batch_size": record.global_batch_size,
             "seconds_per_iteration": record.seconds,

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
+LARGEST_LOGIT = "max_attention_logit"
+"""Megatron-LM's name for the largest logit of attention in the whole model."""
+
 
 @dataclass(frozen=True)
 class IterationRecord:
@@ -22,6 +25,8 @@ class IterationRecord:
         nans: skipped steps whose loss was not finite.
         peak_flops: peak of one GPU in floating-point operations per second, None if unknown.
         sample_name: noun for samples in the log, such as "images"; None to log no sample rate.
+        attention_logits: largest logit of attention in the last step of each layer, by the layer's
+            name, such as "layer 1"; empty if they are not followed.
         memory: allocated and reserved bytes of this rank's GPU, by name; empty on a CPU.
         epoch: passes through the training data so far; None if the data has no epochs.
         failed_saves: number of failed saves of checkpoints after which the run continued.
@@ -49,6 +54,7 @@ class IterationRecord:
     params_norm: float | None = None
     peak_flops: float | None = None
     sample_name: str | None = None
+    attention_logits: dict[str, float] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)
     epoch: float | None = None
     failed_saves: int = 0
@@ -72,6 +78,17 @@ class IterationRecord:
             **({} if self.epoch is None else {"train/epoch": self.epoch}),
             **{f"memory/{name}": value for name, value in self.memory.items()},
         }
+
+    @property
+    def logits(self) -> dict[str, float]:
+        """Return the largest logit of attention, and that of each layer, under Megatron-LM's name.
+
+        A layer's name follows it. The result is empty if logits are not followed.
+        """
+        if not self.attention_logits:
+            return {}
+        layers = {f"{LARGEST_LOGIT}/{k}": x for k, x in self.attention_logits.items()}
+        return {LARGEST_LOGIT: max(self.attention_logits.values()), **layers}
 
     @property
     def samples_per_second(self) -> float:

@@ -47,6 +47,7 @@ def iteration_scalars(record: IterationRecord, config: LoggingConfig) -> dict[st
         "batch-size": float(record.global_batch_size),
         **record.losses,
         "grad-norm": record.grad_norm,
+        **record.logits,
     }
     optional = {
         "loss-scale": record.loss_scale if config.log_loss_scale_to_tensorboard else None,
