@@ -63,9 +63,10 @@ class LogitMaxima:
         """Attend as `DotProductAttention.attend_locally` does, and note the largest logits."""
         attention = self._attention
         if attention.training and not in_backward():
-            assert first_query is not None, "positions differ only in generation"
+            # Without a position, the mask contains all rules.
+            position = first_query or 0
             with torch.no_grad():
-                own = largest_logits(attention, query, key, mask, first_query=first_query)
+                own = largest_logits(attention, query, key, mask, first_query=position)
                 heads = len(own)
                 # If context-parallel ranks exchange heads, each attends for some of the heads.
                 first = attention.cp_group.rank() * heads if heads < len(self.values) else 0

@@ -69,10 +69,10 @@ class Followed:
     projections: Sequence[Projection]
 
 
-def followed_in(chunk: Module, *, clips: bool) -> Iterator[Followed]:
+def followed_in(chunk: Module, *, scales: bool) -> Iterator[Followed]:
     """Follow the logits of each attention in a model chunk, and yield what follows them.
 
-    With ``clips``, the results have the parameters that make queries and keys.
+    With ``scales``, the results have the parameters that make queries and keys.
 
     Raises:
         ConfigError: an attention computes its logits in a way that cannot be followed.
@@ -89,7 +89,7 @@ def followed_in(chunk: Module, *, clips: bool) -> Iterator[Followed]:
         latent = isinstance(module, LatentAttention)
         units = heads if latent else module.num_query_groups_per_partition
         maxima = LogitMaxima(module.core_attention, heads, module.linear_proj.weight.device)
-        projections = list(_projections(module)) if clips else []
+        projections = list(_projections(module)) if scales else []
         yield Followed(module.layer_number, maxima, units, projections)
 
 
@@ -129,12 +129,15 @@ def _rows(linear: Any, powers: Sequence[tuple[int, float]]) -> Iterator[Projecti
 class AttentionLogits:
     """The largest attention logits of each step, by which weights of queries and keys are clipped.
 
-    All ranks call `before_update` and `by_layer` together.
+    All ranks make it, and call `before_update` and `by_layer`, together.
 
     Args:
         chunks: this rank's chunks of the model.
         optimizer: the optimizer of these chunks, whose weights are clipped if ``qk_clip`` of the
             config is set.
+
+    Raises:
+        ConfigError: an attention cannot be followed, or the model has none.
     """
 
     def __init__(
@@ -146,14 +149,21 @@ class AttentionLogits:
     ) -> None:
         self._config = transformer_config
         self._groups = groups
-        self._clips: bool = transformer_config.qk_clip
+        self._scales: bool = transformer_config.qk_clip
         self._device = next(weight for chunk in chunks for weight in chunk.parameters()).device
         self._followed = [
-            each for chunk in chunks for each in followed_in(chunk, clips=self._clips)
+            each for chunk in chunks for each in followed_in(chunk, scales=self._scales)
         ]
+        number = torch.tensor(len(self._followed), device=self._device)
+        torch.distributed.all_reduce(number)
+        if not number:
+            raise ConfigError(
+                "`--log-max-attention-logit` and `--qk-clip` need a model with attention of the "
+                "torch layers, but this one has none; leave them out."
+            )
         self._latest: list[Tensor] = [each.maxima.values.clone() for each in self._followed]
         self._factors: dict[Parameter, Tensor] = {}
-        if self._clips:
+        if self._scales:
             for part in parts_of(optimizer):
                 self._follow_updates(part)
 
@@ -165,7 +175,7 @@ class AttentionLogits:
         self._latest = [each.maxima.values.clone() for each in self._followed]
         for each in self._followed:
             each.maxima.restart()
-        if self._clips and self._followed:
+        if self._scales and self._followed:
             self._choose_factors()
         return torch.ones((), dtype=torch.bool, device=self._device)
 

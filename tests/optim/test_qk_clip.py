@@ -94,10 +94,9 @@ def test_three_steps_are_those_of_plain_torch(
     seen = watched(chunk)
     own = dict(chunk.named_parameters())
     truth = {name: weight.detach().clone() for name, weight in own.items()}
-    decays = [[x for x in truth.values() if x.dim() == n] for n in (2, 1)]
-    adam = torch.optim.AdamW(
-        [{"params": decays[0]}, {"params": decays[1], "weight_decay": 0}], lr=1e-2, weight_decay=0.1
-    )
+    decayed, others = ([x for x in truth.values() if x.dim() == n] for n in (2, 1))
+    groups: Any = [{"params": decayed}, {"params": others, "weight_decay": 0}]
+    adam = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
     (ddp,) = wrap_chunks([chunk], run, transformer_config, context, torch.device("cpu"))
     optimizer = build_optimizer(run, [ddp], context.pgs)
     build_scheduler(run, optimizer)
@@ -191,7 +190,7 @@ def test_a_device_that_skips_an_update_scales_nothing() -> None:
     weight = torch.nn.Parameter(torch.ones(4, 3))
     adam = FusedAdam([weight], lr=0.0, weight_decay=0.0)
     logits: Any = SimpleNamespace(_factors={weight: torch.tensor([1.0, 0.5, 0.25, 1.0])})
-    copies = {weight: torch.zeros(4, 3, dtype=torch.bfloat16)}
+    copies: dict[Tensor, Tensor] = {weight: torch.zeros(4, 3, dtype=torch.bfloat16)}
     for skipped, want in ((1.0, [1.0] * 4), (0.0, [1.0, 0.5, 0.25, 1.0])):
         adam.found_inf = torch.tensor(skipped)
         AttentionLogits._step(logits, adam, lambda _closure: None, [Shard(weight, weight)], copies)
@@ -224,6 +223,7 @@ LATENT_MODEL = (
     "--qk-pos-emb-head-dim 4 --v-head-dim 12"
 )
 DOCUMENTS = f"{GROUPS} --reset-attention-mask --window-size 6 0 --window-attn-skip-freq 2"
+UNTIED = "--untie-embeddings-and-output-weights"
 TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 CP2 = "--context-parallel-size 2"
@@ -278,7 +278,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
                          "--recompute-num-layers 1", 2),
                 ("--mtp-num-layers 1", f"{PP2} {SHARED}", 2),
                 ("--num-layers 4", f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2),
-                ("--num-layers 4 --untie-embeddings-and-output-weights", f"{PP2} --pipeline-schedule zb-v", 2),
+                (f"--num-layers 4 {UNTIED}", f"{PP2} --pipeline-schedule zb-v", 2),
                 (LATENT_MODEL, f"{TP2} {CP2} {SHARED}", 4),
                 (LATENT_MODEL, f"{TP2} --recompute-granularity selective "
                                "--recompute-modules mla_up_proj core_attn", 2),

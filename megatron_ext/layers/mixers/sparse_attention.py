@@ -282,10 +282,11 @@ class SparseDotProductAttention(DotProductAttention):
         """Return the attention ``[q, b, n, dv]`` of a block's queries to their chosen keys."""
         rows, first, end = block
         forbidden = ~chosen.unsqueeze(1)
-        own = query[rows], key[:end], value[:end], forbidden
-        if self._computes_scores(query):
-            return self._attend_eagerly(*own, first)
-        return self.attend_locally(*own, first_query=None)
+        # Kernels need no position beside this mask; masks of dropout follow from it.
+        position = first if self._computes_scores(query) else None
+        return self.attend_locally(
+            query[rows], key[:end], value[:end], forbidden, first_query=position
+        )
 
     def _with_loss(self, attended: Tensor, loss: IndexerLoss, length: int) -> Tensor:
         """Return ``attended`` with the mean loss of a micro-batch's tokens attached, and log it.
