@@ -12,6 +12,7 @@ from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.attention_logits import LogitMaxima, largest_logits
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
+from tests.layers.mixers import test_sparse_attention as sparse
 from tests.layers.test_attention import ENDS, B, N, S, build, config, random_qkv
 from tests.ranks import on_ranks, ranks
 
@@ -129,3 +130,30 @@ def test_a_logit_that_is_no_number_is_seen(context: ParallelContext) -> None:
     query[3, 1, 2, 0] = math.nan
     found = largest_logits(module, query, key, None, first_query=0)
     assert found.isnan().tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(("topk", "words"), [(6, ""), (6, "--bf16"), (64, "")])
+@ranks()
+def test_sparse_attention_has_logits_of_chosen_keys(
+    context: ParallelContext, topk: int, words: str
+) -> None:
+    transformer_config = sparse.configured(context, *words.split(), dsa_indexer_topk=topk)
+    module = sparse.built(context, transformer_config).to(transformer_config.params_dtype)
+    core = module.core_attention
+    maxima = LogitMaxima(core, sparse.HEADS, CPU)
+    hides = plain.causal(sparse.S, sparse.B).clone()
+    given: list[Tensor] = []
+    core.register_forward_pre_hook(lambda _module, inputs: given.extend(inputs[:2]))
+    choose = core._choose
+
+    def watched(query: Tensor, key: Tensor, block: Any, *others: Any) -> Tensor:
+        chosen: Tensor = choose(query, key, block, *others)
+        hides[:, block.rows, : chosen.size(-1)] |= ~chosen
+        return chosen
+
+    core._choose = watched
+    hidden = torch.randn(sparse.S, sparse.B, sparse.H, dtype=transformer_config.params_dtype)
+    module(hidden.requires_grad_(), None)
+    query, key = (x.detach() for x in given)
+    want = largest(query, key, hides) * core.softmax_scale * math.sqrt(query.size(3))
+    torch.testing.assert_close(maxima.values.double(), want, rtol=1e-5, atol=1e-6)

@@ -70,18 +70,24 @@ def clip_plainly(
     groups, d = config.num_query_groups, config.kv_channels
     per_group = len(logits) // groups
     for name in ("weight", "bias"):
-        heads = truth[f"{prefix}linear_qkv.{name}"].view(groups, per_group + 2, d, -1)
+        weight = truth[f"{prefix}linear_qkv.{name}"]
+        # Queries, gates of outputs if any, a key and a value.
+        heads = weight.view(groups, len(weight) // (groups * d), d, -1)
         for group, logit in enumerate(logits.view(groups, per_group).amax(dim=1).tolist()):
             factor = min(1.0, limit / logit) if logit > 0 else 1.0
             heads[group, :per_group] *= factor**alpha
-            heads[group, per_group] *= factor ** (1 - alpha)
+            heads[group, -2] *= factor ** (1 - alpha)
     return int((logits.view(groups, per_group).amax(dim=1) > limit).sum())
 
 
 @pytest.mark.parametrize(
     ("flags", "alpha", "limit"),
-    [(GROUPED, 0.5, 3.0), ([*LATENT, "--no-bias-gelu-fusion"], 0.3, 3.0)],
-    ids=["grouped", "latent"],
+    [
+        (GROUPED, 0.5, 3.0),
+        ([*GROUPED, "--attention-output-gate"], 0.2, 3.0),
+        ([*LATENT, "--no-bias-gelu-fusion"], 0.3, 3.0),
+    ],
+    ids=["grouped", "gated", "latent"],
 )
 @ranks()
 def test_three_steps_are_those_of_plain_torch(

@@ -282,7 +282,7 @@ class SparseDotProductAttention(DotProductAttention):
         """Return the attention ``[q, b, n, dv]`` of a block's queries to their chosen keys."""
         rows, first, end = block
         forbidden = ~chosen.unsqueeze(1)
-        # Kernels need no position beside this mask; masks of dropout follow from it.
+        # The mask has all rules; only masks of dropout, without a kernel, need a position.
         position = first if self._computes_scores(query) else None
         return self.attend_locally(
             query[rows], key[:end], value[:end], forbidden, first_query=position
