@@ -169,7 +169,7 @@ class Metered:
                 checkpoint=SimpleNamespace(save="here"),
             ),
             num_iterations=50,
-            runner=SimpleNamespace(settle=lambda: None, settled=True),
+            runner=SimpleNamespace(settle=lambda: None, settled=True, attention_logits=None),
             reporters=self.reports,
             batch_size=SimpleNamespace(global_batch_size=99),
             optimizer=SimpleNamespace(

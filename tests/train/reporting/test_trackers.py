@@ -44,8 +44,12 @@ def test_tags_are_megatron_lms() -> None:
         log_world_size_to_tensorboard=True,
         log_timers_to_tensorboard=True,
     )
-    record = _record(num_zeros=7.0, params_norm=3.5)
+    record = _record(
+        num_zeros=7.0, params_norm=3.5, attention_logits={"layer 1": 8.0, "layer 2": 9.0}
+    )
     found = trackers.iteration_scalars(record, every)
+    names = ["max_attention_logit", "max_attention_logit/layer 1", "max_attention_logit/layer 2"]
+    assert [found[name] for name in names] == [9.0, 8.0, 9.0]
     assert (found["world-size"], found["iteration-time"]) == (2.0, 0.5)
     assert (found["num-zeros"], found["params-norm"], found["batch-size"]) == (7.0, 3.5, 16.0)
     assert not {"loss-scale", "throughput"} & found.keys()
