@@ -12,7 +12,10 @@ computes its queries, and rotary embedding of the first channels of q and k::
 The choice of keys has no gradient. The indexer learns to predict the main attention: its loss at a
 token is the Kullback-Leibler divergence of ``softmax(score)`` from the attention's probabilities,
 averaged over the main attention's heads. Neither h, c_q nor those probabilities get a gradient
-from it. The scores are float32 (float64 in a float64 model). The published model also turns q and
+from it. Tensor-parallel ranks share the work by queries: each computes the scores of its share of a
+block's queries, and their loss, from which probabilities are summed over the ranks' heads.
+
+The scores are float32 (float64 in a float64 model). The published model also turns q and
 k by one Hadamard matrix before it rounds them to 8 bits; in exact arithmetic this changes no score.
 """
 
@@ -24,12 +27,16 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import MLATransformerConfig, build_module
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.layers.linear import enter
 from megatron_ext.layers.pointwise import Table, rotated
 
 
@@ -117,15 +124,15 @@ class LightningIndexer(MegatronModule):  # type: ignore[misc]
         key, _ = self.linear_wk(hidden)
         key = self.k_norm(key)
         weights, _ = self.linear_weights_proj(hidden)
-        if self.config.sequence_parallel:
+        if self.tp_group.size() > 1:
             sizes = [query.size(-1), key.size(-1), weights.size(-1)]
-            # Every rank computes the whole loss, so each keeps the gradient of its own part.
-            gathered = gather_from_sequence_parallel_region(
+            # Each rank has the gradient of its share of the queries.
+            entered = enter(
                 torch.cat((query, key, weights), dim=-1),
-                tensor_parallel_output_grad=False,
-                group=self.tp_group,
+                self.tp_group,
+                self.config.sequence_parallel,
             )
-            query, key, weights = torch.split(gathered, sizes, dim=-1)
+            query, key, weights = torch.split(entered, sizes, dim=-1)
         query = torch.unflatten(query, -1, (self.heads, self.channels))
         query = rotated(query, *table, self.interleaved)
         key = rotated(key.unsqueeze(2), *table, self.interleaved).squeeze(2)
@@ -168,10 +175,31 @@ def chosen_keys(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
     return better | (equal & (equal.cumsum(dim=-1) <= room))
 
 
+def share_of(count: int, group: ProcessGroup) -> slice:
+    """Return which of ``count`` queries a rank of the group handles; shares differ by position."""
+    most = -(-count // group.size())
+    start = min(group.rank() * most, count)
+    return slice(start, min(start + most, count))
+
+
+def gathered_rows(own: Tensor, count: int, group: ProcessGroup) -> Tensor:
+    """Return the booleans ``[b, count, e]`` whose rows `share_of` divides among the ranks.
+
+    ``own`` are those of this rank's rows.
+    """
+    if group.size() == 1:
+        return own
+    rows = _padded(own.transpose(0, 1).to(torch.uint8), -(-count // group.size()))
+    whole: Tensor = gather_from_sequence_parallel_region(rows, group=group)
+    return whole[:count].transpose(0, 1).bool()
+
+
 def attention_target(
     query: Tensor, key: Tensor, within: Tensor, scale: float, tp_group: ProcessGroup
 ) -> Tensor:
-    """Return the main attention's probabilities ``[b, q, e]``, averaged over all ranks' heads.
+    """Return the main attention's probabilities, averaged over all ranks' heads.
+
+    The result is ``[b, r, e]``, for the r queries of this rank's share.
 
     Args:
         query: ``[q, b, n, d]`` of this tensor-parallel rank's n heads.
@@ -184,8 +212,17 @@ def attention_target(
     scores = (q @ k).mul_(scale).masked_fill_(~within.unsqueeze(1), -torch.inf)
     total = scores.softmax(dim=-1).sum(dim=1)
     if tp_group.size() > 1:
-        torch.distributed.all_reduce(total, group=tp_group)
+        count = len(query)
+        rows = _padded(total.transpose(0, 1), -(-count // tp_group.size()) * tp_group.size())
+        summed: Tensor = reduce_scatter_to_sequence_parallel_region(rows, group=tp_group)
+        share = share_of(count, tp_group)
+        total = summed[: share.stop - share.start].transpose(0, 1)
     return total / total.sum(dim=-1, keepdim=True)
+
+
+def _padded(rows: Tensor, count: int) -> Tensor:
+    """Return ``rows`` with zeros after them, ``[count, ...]``."""
+    return torch.cat((rows, rows.new_zeros(count - len(rows), *rows.shape[1:])))
 
 
 def divergences(scores: Tensor, target: Tensor, within: Tensor) -> Tensor:
@@ -214,7 +251,7 @@ class _WithGradients(torch.autograd.Function):
 
 
 class IndexerLoss:
-    """Sums the indexer's loss and its gradients over blocks of queries.
+    """Sums the indexer's loss and its gradients over this rank's shares of blocks of queries.
 
     The gradients are computed with the loss in the forward pass, so that only one block's
     probabilities exist at a time.
@@ -224,8 +261,9 @@ class IndexerLoss:
             sequence order.
     """
 
-    def __init__(self, vectors: IndexVectors) -> None:
+    def __init__(self, vectors: IndexVectors, tp_group: ProcessGroup) -> None:
         self.vectors = vectors
+        self._tp_group = tp_group
         self._sum = vectors.weights.new_zeros(())
         self._gradients = IndexVectors(
             torch.zeros_like(vectors.query),
@@ -236,7 +274,7 @@ class IndexerLoss:
     def scores(self, rows: slice, end: int) -> tuple[IndexVectors, Tensor]:
         """Return inputs with gradients, and the scores ``[b, q, e]`` computed from them.
 
-        ``rows`` are a block's queries, and ``end`` is the number e of their keys.
+        ``rows`` are the queries, and ``end`` is the number e of their keys.
         """
         query, key, weights = self.vectors
         parts = query[rows], key[:end], weights[rows]
@@ -255,7 +293,12 @@ class IndexerLoss:
         self._gradients.weights[rows] = weights
 
     def total(self) -> Tensor:
-        """Return the sum of all losses, a scalar that autograd connects with the vectors."""
+        """Return the sum of all losses, a scalar that autograd connects with the vectors.
+
+        Tensor-parallel ranks get the sum over their shares, each with the gradients of its own.
+        """
+        if self._tp_group.size() > 1:
+            torch.distributed.all_reduce(self._sum, group=self._tp_group)
         loss: Tensor = _WithGradients.apply(self._sum, self._gradients, *self.vectors)  # type: ignore[no-untyped-call]
         return loss
 

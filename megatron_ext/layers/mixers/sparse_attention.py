@@ -11,7 +11,7 @@ is trained (``--freeze-all-but indexer``). Then everything is trained, k is smal
 compares probabilities over the chosen keys (``--dsa-indexer-use-sparse-loss``).
 
 Queries are handled in blocks, so that scores and probabilities never exist for all of a long
-sequence. Under context parallelism the keys of all ranks are gathered, in sequence order.
+sequence. Under context parallelism the small vectors and index keys of all ranks are gathered.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -38,7 +39,7 @@ from megatron_ext.layers.auxiliary_loss import (
     INDEXER_LOSS_COUNT,
     attach_microbatch_loss,
 )
-from megatron_ext.layers.context_parallel import gather_sequence, slices_of
+from megatron_ext.layers.context_parallel import gather_sequence, slices_of, to_sequence_order
 from megatron_ext.layers.latent_attention import LatentAttention
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatron_ext.layers.masks import is_dense
@@ -49,9 +50,12 @@ from megatron_ext.layers.mixers.lightning_indexer import (
     LightningIndexer,
     attention_target,
     chosen_keys,
+    gathered_rows,
     index_scores,
+    share_of,
 )
 from megatron_ext.layers.norms import Norm
+from megatron_ext.layers.pointwise import rotated
 from megatron_ext.layers.transformer_layer import WithBias
 
 if TYPE_CHECKING:
@@ -163,6 +167,9 @@ class SparseDotProductAttention(DotProductAttention):
         In training the indexer's loss is attached to it.
 
         Args:
+            query: ``[s/cp, b, n, d]``.
+            key, value: ``[s, b, n, d]``, in sequence order, where keys are chosen; ``[s/cp, b, n,
+                d]`` where each query attends to all, because ``index`` is None or k is at least s.
             index: index vectors of this context-parallel rank's s/cp tokens; None attends to all
                 keys.
         """
@@ -181,9 +188,10 @@ class SparseDotProductAttention(DotProductAttention):
             assert attended is not None
             return attended
         if self.cp_group.size() > 1:
-            key, value = self._gathered(key.detach() if dense else key, value, dense=dense)
             index = index._replace(key=gather_sequence(index.key, self.cp_group))
-        loss = IndexerLoss(index) if learns else None
+            if dense:  # the base class has gathered them for itself alone
+                key = gather_sequence(key.detach(), self.cp_group)
+        loss = IndexerLoss(index, self.tp_group) if learns else None
         self.length = length
         outputs = []
         cp = self.cp_group
@@ -220,18 +228,6 @@ class SparseDotProductAttention(DotProductAttention):
             outputs.append(self._attend(query, key, value, block, chosen))
         return torch.cat(outputs)
 
-    def _gathered(self, key: Tensor, value: Tensor, *, dense: bool) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[s, b, n, d]`` of all ranks in sequence order.
-
-        With ``dense``, return keys alone, and the given values.
-        """
-        if dense:
-            return gather_sequence(key, self.cp_group), value
-        sizes = [key.size(-1), value.size(-1)]
-        gathered = gather_sequence(torch.cat((key, value), dim=-1), self.cp_group)
-        key, value = torch.split(gathered, sizes, dim=-1)
-        return key, value
-
     def _rows_of_block(self, query: Tensor, index: IndexVectors, *, learns: bool) -> int:
         """Return how many queries of ``[q, b, n, d]`` are handled together."""
         heads: int = self.indexer.heads
@@ -254,22 +250,31 @@ class SparseDotProductAttention(DotProductAttention):
         Add the block's losses to ``loss``, if there is one. ``key`` and ``index.key`` cover the
         whole sequence.
         """
-        rows, _, end = block
-        allowed = _allowed(mask, block, query.device)
+        rows, first, end = block
+        if loss is None and end <= self.topk:
+            return _allowed(mask, block, query.device)
+        count = rows.stop - rows.start
+        share = share_of(count, self.tp_group)
+        own = slice(rows.start + share.start, rows.start + share.stop)
+        allowed = _allowed(mask, Block(own, first + share.start, end), query.device)
         if loss is None:
-            if end <= self.topk:
-                return allowed
             with torch.no_grad():
-                scores = index_scores(index.query[rows], index.key[:end], index.weights[rows])
-                return chosen_keys(scores, allowed, self.topk)
-        inputs, scores = loss.scores(rows, end)
-        chosen = chosen_keys(scores.detach(), allowed, self.topk)
-        within = chosen if self.config.dsa_indexer_use_sparse_loss else allowed
+                scores = index_scores(index.query[own], index.key[:end], index.weights[own])
+                chosen = chosen_keys(scores, allowed, self.topk)
+                return gathered_rows(chosen, count, self.tp_group)
+        inputs, scores = loss.scores(own, end)
+        own_chosen = chosen_keys(scores.detach(), allowed, self.topk)
+        chosen = gathered_rows(own_chosen, count, self.tp_group)
+        counted = allowed
+        within = _allowed(mask, block, query.device)
+        if self.config.dsa_indexer_use_sparse_loss:
+            counted = own_chosen
+            within = chosen
         with torch.no_grad():
             target = attention_target(
                 query[rows], key[:end], within, self.softmax_scale, self.tp_group
             )
-        loss.add(rows, inputs, scores, target, within)
+        loss.add(own, inputs, scores, target, counted)
         return chosen
 
     def _computes_scores(self, query: Tensor) -> bool:
@@ -331,6 +336,35 @@ class SparseLatentAttention(LatentAttention):
         from megatron_ext.layers.mixers.sparse_cache import SparseLatentCache
 
         return SparseLatentCache(cache, self)
+
+    def heads(
+        self, query_input: Tensor, latent: Tensor, shared: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the base class does; with keys to choose, those and values of all ranks.
+
+        Of other context-parallel ranks a rank gets the small vectors, from which it computes the
+        keys and values ``[s, b, n, d]`` of the whole sequence itself.
+        """
+        cp = self.pg_collection.cp
+        length = len(shared) * cp.size()
+        if cp.size() == 1 or length <= self.core_attention.topk:
+            return super().heads(query_input, latent, shared)
+        query = self.queries(query_input, length)
+        turned = rotated(shared.unsqueeze(2), *self._table(length, shared.dtype), True)
+        turned = gather_sequence(turned, cp)
+        projected, _ = self.linear_kv_up_proj(
+            gather_from_sequence_parallel_region(latent.contiguous(), group=cp)
+        )
+        if self.config.sequence_parallel:
+            # The layer has gathered, for each tensor-parallel rank, the parts of all others.
+            parts = projected.view(self.tp_group.size(), cp.size(), -1, *projected.shape[1:])
+            projected = parts.transpose(0, 1).flatten(0, 2)
+        projected = to_sequence_order(projected, cp.size())
+        per_head = torch.unflatten(projected, -1, (query.size(2), -1))
+        width = self.config.qk_head_dim
+        turned = turned.expand(-1, -1, query.size(2), -1)
+        key = torch.cat((per_head[..., :width], turned), dim=-1)
+        return query, key, per_head[..., width:].contiguous()
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **_unused: Any

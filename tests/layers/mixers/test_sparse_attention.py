@@ -249,7 +249,7 @@ def test_one_rank_equals_plain_torch(sparse_loss: bool) -> None:
     [
         ({"tp": 2}, ""),
         ({"tp": 2}, "--sequence-parallel"),
-        ({"cp": 2}, ""),
+        ({"cp": 2}, "--recompute-granularity selective --recompute-modules mla_up_proj"),
         ({"cp": 4}, "--recompute-granularity selective --recompute-modules core_attn"),
         ({"tp": 2, "cp": 2}, "--sequence-parallel"),
     ],
@@ -266,7 +266,7 @@ def test_recomputation_changes_nothing() -> None:
         on_ranks(check_layout, {}, words=words)
 
 
-@pytest.mark.parametrize("layout", [{}, {"cp": 2}])
+@pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2}])
 def test_blocks_of_queries_change_nothing(
     layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
