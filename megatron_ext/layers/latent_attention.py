@@ -44,6 +44,13 @@ if TYPE_CHECKING:
     from megatron_ext.layers.latent_cache import LatentCache
 
 
+NORM_NAMES = {
+    f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
+    for x in ("q", "kv")
+}
+"""Prefixes of the norms' parameters in a layer, and their prefixes in sharded checkpoints."""
+
+
 def split_latent_heads(
     query: Tensor,
     projected: Tensor,
@@ -287,9 +294,12 @@ class LatentAttention(Attention):  # type: ignore[misc]
         factors: Tensor = tables[:, :, 1:, :1]
         return query * factors.to(query.dtype)
 
-    def rotated_shared(self, shared: Tensor) -> Tensor:
-        """Return the rotated k_r ``[s, b, dr]``, which all heads share."""
-        cos, sin = self._table(len(shared), shared.dtype)
+    def rotated_shared(self, shared: Tensor, length: int) -> Tensor:
+        """Return the rotated k_r ``[s, b, dr]``, which all heads share.
+
+        ``length`` is the number of tokens of all context-parallel ranks.
+        """
+        cos, sin = self._table(length, shared.dtype)
         if cos is None or sin is None:
             return shared
         return rotated(shared.unsqueeze(2), cos, sin, True).squeeze(2)

@@ -66,7 +66,7 @@ class LatentCache:
         attention = self._attention
         if attention.config.sequence_parallel:
             latent = gather_from_sequence_parallel_region(latent, group=attention.tp_group)
-        rotated = attention.rotated_shared(shared)
+        rotated = attention.rotated_shared(shared, len(shared))
         self.vectors.store(torch.cat((latent, rotated), dim=-1)[:, 0], self._cache.tokens)
 
     def _of_singles(self, query: Tensor) -> Tensor:

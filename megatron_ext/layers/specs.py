@@ -116,7 +116,7 @@ def torch_layer_spec(transformer_config: TransformerConfig, kind: str) -> Module
     elif mixer_of(kind):
         from megatron_ext.layers.mixers.specs import mixer_spec
 
-        mixer = mixer_spec(mixer_of(kind), transformer_config)
+        mixer, names = mixer_spec(mixer_of(kind), transformer_config)
     if mlp_of(kind):
         mlp = _mlp(transformer_config, moe=mlp_of(kind) == EXPERTS)
     layer: Any = TransformerLayer
@@ -181,13 +181,10 @@ def _attention(transformer_config: TransformerConfig) -> tuple[ModuleSpec, dict[
             q_layernorm=qk_norm,
             kv_layernorm=qk_norm,
         )
-        names = {
-            f"self_attention.{x}_layernorm.": f"self_attention.linear_{x}_up_proj.layer_norm_"
-            for x in ("q", "kv")
-        }
-        from megatron_ext.layers.latent_attention import LatentAttention
+        from megatron_ext.layers.latent_attention import NORM_NAMES, LatentAttention
 
-        return ModuleSpec(module=LatentAttention, params=causal, submodules=modules), names
+        spec = ModuleSpec(module=LatentAttention, params=causal, submodules=modules)
+        return spec, dict(NORM_NAMES)
     kind: Any = SelfAttention
     if getattr(transformer_config, "varies_attention", False):
         from megatron_ext.layers.attention_variants import VariantSelfAttention, norm_in_core

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.linear import enter
-from megatron_ext.layers.pointwise import Table, rotated
+from megatron_ext.layers.pointwise import rotated
 
 
 class IndexVectors(NamedTuple):
@@ -111,13 +111,15 @@ class LightningIndexer(MegatronModule):  # type: ignore[misc]
             tp_group=self.tp_group,
         )
 
-    def forward(self, hidden: Tensor, query_input: Tensor, table: Table) -> IndexVectors:
+    def forward(
+        self, hidden: Tensor, query_input: Tensor, table: tuple[Tensor | None, Tensor | None]
+    ) -> IndexVectors:
         """Return the index vectors of this context-parallel rank's tokens.
 
         Args:
             hidden: ``[s, b, h]``, or ``[s/tp, b, h]`` under sequence parallelism.
             query_input: c_q, ``[s, b, r]`` or ``[s/tp, b, r]``.
-            table: cosines and sines ``[s, 1, 1, d/2]`` of the s tokens.
+            table: cosines and sines ``[s, 1, 1, d/2]`` of the s tokens; None if nothing is rotated.
         """
         hidden = hidden.detach()
         query, _ = self.linear_wq_b(query_input.detach())
@@ -134,8 +136,10 @@ class LightningIndexer(MegatronModule):  # type: ignore[misc]
             )
             query, key, weights = torch.split(entered, sizes, dim=-1)
         query = torch.unflatten(query, -1, (self.heads, self.channels))
-        query = rotated(query, *table, self.interleaved)
-        key = rotated(key.unsqueeze(2), *table, self.interleaved).squeeze(2)
+        cos, sin = table
+        if cos is not None and sin is not None:
+            query = rotated(query, cos, sin, self.interleaved)
+            key = rotated(key.unsqueeze(2), cos, sin, self.interleaved).squeeze(2)
         weights = _wide(weights) * (self.heads * self.channels) ** -0.5
         return IndexVectors(query, key, weights)
 

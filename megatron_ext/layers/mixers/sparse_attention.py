@@ -40,7 +40,7 @@ from megatron_ext.layers.auxiliary_loss import (
     attach_microbatch_loss,
 )
 from megatron_ext.layers.context_parallel import gather_sequence, slices_of, to_sequence_order
-from megatron_ext.layers.latent_attention import LatentAttention
+from megatron_ext.layers.latent_attention import NORM_NAMES, LatentAttention
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
 from megatron_ext.layers.masks import is_dense
 from megatron_ext.layers.mixers.lightning_indexer import (
@@ -55,12 +55,14 @@ from megatron_ext.layers.mixers.lightning_indexer import (
     share_of,
 )
 from megatron_ext.layers.norms import Norm
-from megatron_ext.layers.pointwise import rotated
 from megatron_ext.layers.transformer_layer import WithBias
 
 if TYPE_CHECKING:
     from megatron_ext.layers.kv_cache import KeyValueCache
     from megatron_ext.layers.mixers.sparse_cache import SparseLatentCache
+
+CHECKPOINT_NAMES = NORM_NAMES
+"""Prefixes of parameters whose names in sharded checkpoints differ, see `mixers.specs`."""
 
 BLOCK_NUMBERS = 2**26
 """Largest number of scores of all heads that are computed at a time."""
@@ -350,8 +352,7 @@ class SparseLatentAttention(LatentAttention):
         if cp.size() == 1 or length <= self.core_attention.topk:
             return super().heads(query_input, latent, shared)
         query = self.queries(query_input, length)
-        turned = rotated(shared.unsqueeze(2), *self._table(length, shared.dtype), True)
-        turned = gather_sequence(turned, cp)
+        turned = gather_sequence(self.rotated_shared(shared, length), cp).unsqueeze(2)
         projected, _ = self.linear_kv_up_proj(
             gather_from_sequence_parallel_region(latent.contiguous(), group=cp)
         )

@@ -15,8 +15,14 @@ MODULES = {
 """The module of this package with the mixer of each letter; only models with one import it."""
 
 
-def mixer_spec(letter: str, transformer_config: TransformerConfig) -> ModuleSpec:
-    """Return the spec of the sequence mixer with this letter (see `config.layers.MIXERS`)."""
+def mixer_spec(
+    letter: str, transformer_config: TransformerConfig
+) -> tuple[ModuleSpec, dict[str, str]]:
+    """Return the spec of the sequence mixer with this letter (see `config.layers.MIXERS`).
+
+    Return with it the prefixes of parameters whose names in sharded checkpoints differ from those
+    in the layer, each with the prefix there.
+    """
     module = importlib.import_module(f"megatron_ext.layers.mixers.{MODULES[letter]}")
     spec: ModuleSpec = module.spec(transformer_config)
-    return spec
+    return spec, dict(getattr(module, "CHECKPOINT_NAMES", {}))
