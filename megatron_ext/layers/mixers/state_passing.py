@@ -69,7 +69,7 @@ def initial_states(
     state = torch.zeros_like(final.chunk(2)[0])
     before = [state]
     for summary in _of_all_slices(message, group)[:late]:
-        factors, added = summary.split(sizes, dim=1)
+        factors, added = torch.split(summary, sizes, dim=1)
         state = apply(factors.view(-1, *transition.shape[1:]), state) + added.view_as(state)
         before.append(state)
     return torch.cat((before[early], before[late]))
