@@ -13,22 +13,14 @@ are not positive become exponents.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.layers.mixers.blocks import in_blocks
+from megatron_ext.layers.mixers.state_space_chunks import Outputs, States
 
 CHUNK = 64
 """Tokens of a chunk."""
-
-BLOCK = 2**18
-"""Number of decays between two tokens that a CPU computes at a time."""
-
-BLOCK_ON_GPU = 2**28
-"""The same number for a GPU."""
 
 
 def time_steps(dt: Tensor, bias: Tensor, limits: tuple[float, float]) -> Tensor:
@@ -71,20 +63,20 @@ class StateSpace:
         chunk: int = CHUNK,
     ) -> None:
         self.dtype = torch.promote_types(x.dtype, torch.float32)
-        self.batch, self.length, self.heads, self.head_dim = x.shape
+        self.batch, self.length, heads, self.head_dim = x.shape
+        self.columns = heads // b.size(2) * self.head_dim
         self.chunk = min(chunk, self.length)
-        self.x, self.dt, self.b, self.c = (self._in_chunks(each) for each in (x, dt, b, c))
+        self.x, self.b, self.c = (self._in_chunks(each) for each in (x, b, c))
+        self.dt = self._in_chunks(dt.to(self.dtype))
         self.d = d
         self.segments = None if segments is None else self._segments_in_chunks(segments)
         # Sums in float64, so that decays between neighbours are exact after large ones, too.
-        self.logs = (self.dt.to(self.dtype) * a.to(self.dtype)).double().cumsum(dim=1)
+        self.logs = (self.dt * a.to(self.dtype)).double().cumsum(dim=1)
         self.from_start = self.logs.to(self.dtype).exp()
-        to_end = (self.logs[:, -1:] - self.logs).to(self.dtype).exp()
+        self.to_end = (self.logs[:, -1:] - self.logs).to(self.dtype).exp()
         if self.segments is not None:
             self.from_start = self.from_start * (self.segments == 0)[..., None]
-            to_end = to_end * (self.segments == self.segments[:, -1:])[..., None]
-        added = in_blocks(_added, self._rows_of_a_block(), self.x, self.dt, to_end, self.b)
-        self.added = self._by_sample(added)
+            self.to_end = self.to_end * (self.segments == self.segments[:, -1:])[..., None]
 
     def summary(self) -> tuple[Tensor, Tensor]:
         """Return the factor of the state before the sequences, and the state after them without it.
@@ -96,40 +88,41 @@ class StateSpace:
         if self.segments is not None:
             keeps = self._by_sample(self.segments[:, -1] == 0).all(dim=1)
             whole = whole * keeps[:, None]
-        return whole, self._by_head(self._states(None)[:, -1])
+        return whole, self._by_head(self._states(None)[1])
 
     def outputs(self, initial_state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the outputs ``[batch, s, n, p]``, and the state after them ``[batch, n, k, p]``.
 
         ``initial_state``, as the state, is the one before the sequences; None is zeros.
         """
-        states = self._states(initial_state)
-        before = states[:, :-1].flatten(0, 1)
-        y = in_blocks(
-            _outputs, self._rows_of_a_block(), self.x, self.dt, self.logs, self.from_start,
-            self.segments, self.b, self.c, before, self.d, shared=1,
+        before, last = self._states(initial_state)
+        y: Tensor = Outputs.apply(  # type: ignore[no-untyped-call]
+            self.x, self.dt, self.logs, self.from_start, self.segments,
+            self.b, self.c, before.flatten(0, 1), self.d,
         )  # fmt: skip
-        y = self._by_sample(y).flatten(1, 2)[:, : self.length]
-        return y, self._by_head(states[:, -1])
+        return self._by_sample(y).flatten(1, 2)[:, : self.length], self._by_head(last)
 
-    def _states(self, initial_state: Tensor | None) -> Tensor:
-        """Return the states before each chunk and after the last, ``[batch, chunks + 1, ...]``.
+    def _states(self, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the states before each chunk ``[batch, chunks, ...]``, and after the last one.
 
-        A state is ``[g, k, n / g, p]``, so that the heads of a group are one matrix.
+        A state is ``[g, k, n / g * p]``: the heads of a group are columns of one matrix.
         """
-        _, chunks, groups, width, per_group, size = self.added.shape
-        decay = self.from_start[:, -1].view(self.batch, chunks, groups, 1, per_group, 1)
+        groups, width = self.b.shape[2:]
         if initial_state is None:
-            first = self.added.new_zeros(self.batch, *self.added.shape[2:])
+            first = self.dt.new_zeros(self.batch, groups, width, self.columns)
         else:
-            by_group = initial_state.to(self.dtype).view(self.batch, groups, -1, width, size)
-            first = by_group.transpose(2, 3)
-        states: Tensor = _Scan.apply(self.added, decay, first)  # type: ignore[no-untyped-call]
-        return states
+            by_group = torch.unflatten(initial_state.to(self.dtype), 1, (groups, -1))
+            first = by_group.transpose(2, 3).flatten(3)
+        over_chunks = self.from_start[:, -1].repeat_interleave(self.head_dim, dim=-1)
+        decay = over_chunks.view(-1, groups, 1, self.columns)
+        parts = map(self._by_sample, (self.x, self.dt, self.to_end, self.b, decay))
+        before, last = States.apply(*parts, first)  # type: ignore[no-untyped-call]
+        return before, last
 
     def _by_head(self, state: Tensor) -> Tensor:
-        """Return ``[batch, n, k, p]`` of a state ``[batch, g, k, n / g, p]``."""
-        return state.transpose(2, 3).flatten(1, 2)
+        """Return ``[batch, n, k, p]`` of a state ``[batch, g, k, n / g * p]``."""
+        by_channel = torch.unflatten(state, 3, (-1, self.head_dim))
+        return by_channel.transpose(2, 3).flatten(1, 2)
 
     def _in_chunks(self, x: Tensor) -> Tensor:
         """Return ``[batch, s, ...]`` as ``[batch * chunks, chunk, ...]``, with zeros at the end."""
@@ -150,124 +143,6 @@ class StateSpace:
         counts = torch.unflatten(segments, 1, (-1, self.chunk))
         before = torch.cat((torch.zeros_like(counts[:, :1, :1]), counts[:, :-1, -1:]), dim=1)
         return (counts - before).flatten(0, 1)
-
-    def _rows_of_a_block(self) -> int:
-        size = BLOCK_ON_GPU if self.x.is_cuda else BLOCK
-        return max(1, size // (self.heads * self.chunk**2))
-
-
-def _added(x: Tensor, dt: Tensor, to_end: Tensor, b: Tensor) -> Tensor:
-    """Return what chunks add to the state, ``[r, g, k, n / g, p]`` for r chunks of q tokens.
-
-    ``x`` is ``[r, q, n, p]``, ``dt`` and ``to_end`` are ``[r, q, n]``, and ``b`` is ``[r, q, g,
-    k]``.
-    """
-    groups = b.size(2)
-    values = x.to(to_end.dtype) * (dt * to_end)[..., None]
-    by_group = torch.unflatten(values, 2, (groups, -1)).flatten(3).transpose(1, 2)
-    added = b.to(to_end.dtype).permute(0, 2, 3, 1) @ by_group
-    return torch.unflatten(added, 3, (-1, x.size(3)))
-
-
-def _outputs(
-    x: Tensor,
-    dt: Tensor,
-    logs: Tensor,
-    from_start: Tensor,
-    segments: Tensor | None,
-    b: Tensor,
-    c: Tensor,
-    before: Tensor,
-    d: Tensor | None,
-) -> Tensor:
-    """Return the outputs of chunks, ``[r, q, n, p]``.
-
-    Args:
-        x, dt, b: as in `_added`; ``c`` is as ``b``.
-        logs: logarithm of the decay from the start of the chunk to each token, ``[r, q, n]``, in
-            float64.
-        from_start: the decay itself, zero after the start of a document.
-        segments: ``[r, q]``, or None.
-        before: the state before each chunk, ``[r, g, k, n / g, p]``.
-        d: ``[n]``, or None.
-    """
-    groups = b.size(2)
-    dtype = from_start.dtype
-    read = c.to(dtype).transpose(1, 2)
-    scores = read @ b.to(dtype).permute(0, 2, 3, 1)
-    between: Tensor = _Decays.apply(logs, segments, dtype)  # type: ignore[no-untyped-call]
-    decays = torch.unflatten(between, 1, (groups, -1))
-    inputs = x.to(dtype)
-    values = (inputs * dt[..., None]).transpose(1, 2)
-    within = (decays * scores[:, :, None]).flatten(1, 2) @ values
-    earlier = torch.unflatten(read @ before.flatten(3), 3, (-1, x.size(3)))
-    earlier = earlier.transpose(1, 2).flatten(2, 3) * from_start[..., None]
-    y = within.transpose(1, 2) + earlier
-    if d is not None:
-        y = y + inputs * d.to(dtype)[:, None]
-    return y.to(x.dtype)
-
-
-class _Decays(torch.autograd.Function):
-    """Decays ``[r, n, q, q]`` from the second to the first of two tokens of a chunk.
-
-    They are zero towards earlier tokens and other documents. A difference of two logarithms is that
-    of their leading digits and that of the rest. In the backward pass, sums in float64 of the same
-    numbers over rows and columns cancel exactly where a large decay lies between tokens.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logs: Tensor, segments: Tensor | None, dtype: torch.dtype) -> Tensor:
-        logs = logs.transpose(1, 2)
-        leading = logs.to(dtype)
-        rest = (logs - leading).to(dtype)
-        decays = leading[..., :, None] - leading[..., None, :]
-        if dtype != logs.dtype:
-            decays += rest[..., :, None]
-            decays -= rest[..., None, :]
-        length = logs.size(2)
-        hidden = torch.ones(length, length, dtype=torch.bool, device=logs.device).triu(1)
-        if segments is not None:
-            hidden = hidden | (segments[:, None, :, None] != segments[:, None, None, :])
-        decays.masked_fill_(hidden, float("-inf")).exp_()
-        ctx.save_for_backward(decays)
-        return decays
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (decays,) = ctx.saved_tensors
-        change = gradient * decays
-        rows = change.sum(dim=-1, dtype=torch.float64)
-        columns = change.sum(dim=-2, dtype=torch.float64)
-        return (rows - columns).transpose(1, 2), None, None
-
-
-class _Scan(torch.autograd.Function):
-    """States from the first and from what is added to a state times a decay, chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, added: Tensor, decay: Tensor, first: Tensor) -> Tensor:
-        """Return ``[batch, chunks + 1, ...]``; ``added`` and ``decay`` have one entry less."""
-        batch, chunks, *shape = added.shape
-        states = added.new_empty(batch, chunks + 1, *shape)
-        states[:, 0] = first
-        for i in range(chunks):
-            torch.addcmul(added[:, i], states[:, i], decay[:, i], out=states[:, i + 1])
-        ctx.save_for_backward(states, decay)
-        return states
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        states, decay = ctx.saved_tensors
-        change = torch.empty_like(gradient[:, 1:])
-        of_decay = torch.empty_like(decay)
-        later = gradient[:, -1]
-        kept = [axis for axis in range(1, decay.dim() - 1) if decay.size(axis + 1) == 1]
-        for i in reversed(range(decay.size(1))):
-            change[:, i] = later
-            of_decay[:, i] = (later * states[:, i]).sum(dim=kept, keepdim=True)
-            later = torch.addcmul(gradient[:, i], later, decay[:, i])
-        return change, of_decay, later
 
 
 def step(
