@@ -214,6 +214,25 @@ def unmark_methods(transformer_config: Any) -> None:
 
 
 @torch.no_grad()
+def initialize_split(
+    parameter: torch.nn.Parameter, method: Initialize, transformer_config: Any, tp_group: Any
+) -> None:
+    """Fill a parameter whose first axis tensor-parallel ranks split by a method of its own.
+
+    Like the methods of a TransformerConfig, the method is called with the full tensor, and maybe
+    later (see `Marked`).
+    """
+    if not transformer_config.perform_initialization:
+        return
+    if isinstance(transformer_config.init_method, Marked):
+        transformer_config.init_method.marks.add(parameter, method)
+        return
+    full = torch.empty(len(parameter) * tp_group.size(), *parameter.shape[1:])
+    method(full)
+    parameter.copy_(full.chunk(tp_group.size())[tp_group.rank()])
+
+
+@torch.no_grad()
 def initialize_by_name(
     chunks: Sequence[torch.nn.Module],
     transformer_config: Any,
