@@ -64,8 +64,8 @@ if TYPE_CHECKING:
 CHECKPOINT_NAMES = NORM_NAMES
 """Prefixes of parameters whose names in sharded checkpoints differ, see `mixers.specs`."""
 
-BLOCK_NUMBERS = 2**26
-"""Largest number of scores of all heads that are computed at a time."""
+BLOCK_NUMBERS = {"cpu": 2**24, "cuda": 2**27}
+"""Largest number of scores of all heads that a device computes at a time."""
 
 
 class Block(NamedTuple):
@@ -236,7 +236,7 @@ class SparseDotProductAttention(DotProductAttention):
         if learns or self._computes_scores(query):
             heads = max(heads, query.size(2))
         per_row = query.size(1) * heads * index.key.size(0)
-        return max(1, BLOCK_NUMBERS // per_row)
+        return max(1, BLOCK_NUMBERS[query.device.type] // per_row)
 
     def _choose(
         self,

@@ -271,7 +271,8 @@ def test_blocks_of_queries_change_nothing(
     layout: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rows in (1, 3):
-        monkeypatch.setattr(sparse_attention, "BLOCK_NUMBERS", rows * B * INDEX_HEADS * S)
+        numbers = dict.fromkeys(("cpu", "cuda"), rows * B * INDEX_HEADS * S)
+        monkeypatch.setattr(sparse_attention, "BLOCK_NUMBERS", numbers)
         on_ranks(check_layout, layout)
         on_ranks(check_layout, layout, sparse_loss=True)
 

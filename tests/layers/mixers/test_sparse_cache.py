@@ -69,5 +69,5 @@ def test_cached_tokens_attend_as_in_whole_sequences(layout: dict[str, int], word
 
 
 def test_blocks_of_a_prompt_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_attention, "BLOCK_NUMBERS", 300)
+    monkeypatch.setattr(sparse_attention, "BLOCK_NUMBERS", {"cpu": 300, "cuda": 300})
     on_ranks(check_cache, {}, words="")
