@@ -6,6 +6,7 @@ megatron-core as if there were a single release.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -158,6 +159,13 @@ def moe_submodules(mlp: Any) -> Any:
     bound = mlp.keywords if isinstance(mlp, functools.partial) else vars(mlp or object)
     submodules = bound.get("submodules")
     return submodules if hasattr(submodules, "router") else None
+
+
+def with_module(spec: Any, module: type) -> Any:
+    """Return ``spec`` for another class of modules, which gets the same submodules."""
+    if isinstance(spec, functools.partial):
+        return functools.partial(module, *spec.args, **spec.keywords)
+    return dataclasses.replace(spec, module=module)
 
 
 def experts_builder(module: type, submodules: MLPSubmodules) -> Any:

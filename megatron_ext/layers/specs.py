@@ -156,6 +156,10 @@ def _mlp(transformer_config: TransformerConfig, *, moe: bool) -> ModuleSpec:
         from megatron_ext.layers.moe import Router
 
         core.moe_submodules(mlp).router = Router
+        if transformer_config.moe_latent_size is not None:
+            from megatron_ext.layers.latent_experts import LatentMoELayer
+
+            mlp = core.with_module(mlp, LatentMoELayer)
     return mlp
 
 

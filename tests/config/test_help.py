@@ -185,7 +185,7 @@ def test_flags_without_effect_are_shortened_where_they_are_many(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = asked(capsys, "moe")
-    assert "`--moe-latent-size` is known from Megatron-LM but refused here" in shown
+    assert "`--moe-use-upcycling` is known from Megatron-LM but refused here" in shown
     _, listed = shown.split("Accepted without effect (`--help --NAME` says why): ")
     assert re.fullmatch(r"(--[\w-]+,\s+){9}--[\w-]+ and \d+ more.\n", listed)
     assert "Likewise --flash-attention-version." in asked(capsys, "flash")

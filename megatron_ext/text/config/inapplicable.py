@@ -256,7 +256,7 @@ TEXT_FLAGS = (
     without("--mtp-num-layers", "mtp-loss-scaling-factor"),
     without(
         "--num-experts",
-        "moe-layer-freq moe-ffn-hidden-size moe-shared-expert-intermediate-size "
+        "moe-layer-freq moe-ffn-hidden-size moe-latent-size moe-shared-expert-intermediate-size "
         "moe-shared-expert-gate moe-shared-expert-overlap moe-router-topk "
         "moe-router-load-balancing-type moe-aux-loss-coeff "
         "moe-z-loss-coeff moe-input-jitter-eps moe-router-dtype moe-router-score-function "

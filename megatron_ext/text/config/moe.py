@@ -38,6 +38,12 @@ class MoEConfig(LayerSection):
     moe_ffn_hidden_size: int | None = flag(
         None, "width of an expert's MLP; default: --ffn-hidden-size", SIZE
     )
+    moe_latent_size: int | None = flag(
+        None,
+        "channels to which tokens are projected for their experts, and from which back (Nemotron "
+        "3); default: the experts see the hidden state",
+        SIZE,
+    )
     moe_shared_expert_intermediate_size: int | None = flag(
         None, "width of the shared expert, which every token passes; without it there is none", SIZE
     )

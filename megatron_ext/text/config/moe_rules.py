@@ -10,7 +10,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.run import RunConfig
 from megatron_ext.config.training import TrainingConfig
-from megatron_ext.errors import FlagError
+from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.moe import PADDING, MoEConfig, pads_for_quantization
 
 CAPACITY_BALANCING = {"aux_loss", "seq_aux_loss", "global_aux_loss", "none"}
@@ -79,6 +79,7 @@ def _fp8_errors(moe: MoEConfig, config: RunConfig) -> Iterator[FlagError]:
     sides = [
         ("--moe-ffn-hidden-size", moe.moe_ffn_hidden_size, etp),
         ("--moe-shared-expert-intermediate-size", shared, tp),
+        ("--moe-latent-size", moe.moe_latent_size, 1),
     ]
     yield from side_errors(config.fp8, sides)
 
@@ -108,6 +109,8 @@ def _layer_errors(
     shared_width = moe.moe_shared_expert_intermediate_size
     yield from must_divide("--moe-ffn-hidden-size", width, "--expert-tensor-parallel-size", etp)
     yield from must_divide("--moe-shared-expert-intermediate-size", shared_width, TENSOR, tp)
+    if moe.moe_latent_size is not None:
+        yield from _latent_errors(moe, model)
     if model.add_bias_linear and shared_width:
         yield FlagError(
             "Experts with biases",
@@ -142,6 +145,20 @@ def _layer_errors(
         )
     if isinstance(pattern, int) and pattern < 1:
         yield FlagError("--moe-layer-freq", pattern, "must be at least 1", "use 1")
+
+
+def _latent_errors(moe: MoEConfig, model: ModelConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag that does not go with experts on small vectors."""
+    name = "--moe-latent-size"
+    if moe.moe_shared_expert_overlap:
+        yield exclusive("--moe-shared-expert-overlap", name)
+    if model.add_bias_linear:
+        yield FlagError(
+            name,
+            moe.moe_latent_size,
+            "needs projections without biases",
+            "give `--disable-bias-linear`",
+        )
 
 
 def _router_errors(moe: MoEConfig) -> Iterator[FlagError]:

@@ -35,7 +35,8 @@ FREE = (
 
 The number of positions is free only if positions are not learned."""
 MOE_SHAPE = (
-    "num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_shared_expert_gate "
+    "num_experts moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size "
+    "moe_shared_expert_gate "
     "moe_router_topk moe_router_score_function moe_router_pre_softmax "
     "moe_router_norm_topk_prob moe_router_num_groups moe_router_group_topk "
     "moe_router_topk_scaling_factor moe_router_enable_expert_bias moe_apply_probs_on_input"

@@ -244,7 +244,9 @@ class Activations(GptRun):
         """Return whether a CPU computes a rank's experts together, in float32 (`JointExperts`)."""
         return not (self.sizes.gpu or self.sizes.half)
 
-    def _inner(self, tokens: int, width: int, *, scaled: bool) -> LayerBytes:
+    def _inner(
+        self, tokens: int, width: int, *, scaled: bool, hidden: int | None = None
+    ) -> LayerBytes:
         """Return the memory of an MLP from the output of fc1 to the input of fc2.
 
         Args:
@@ -252,9 +254,11 @@ class Activations(GptRun):
             width: number of the MLP's channels on this rank.
             scaled: whether the MLP is an expert. Without a fused kernel, autograd then keeps one
                 more tensor, since the router's weights multiply the result.
+            hidden: channels that the MLP gets and returns; by default h.
         """
         model = self.config.model
         sizes = self.sizes
+        hidden = hidden or sizes.h
         tensor = tokens * width * sizes.width
         fused = sizes.gpu and (model.bias_swiglu_fusion if model.swiglu else model.bias_gelu_fusion)
         # Gated: both halves of fc1's output, the activated half, the other one plus core's offset,
@@ -264,9 +268,9 @@ class Activations(GptRun):
         gated = 3 if fused else 4 + adds_offset + (not model.swiglu)
         tensors = (gated if model.gated else 2) + (scaled and not fused)
         inner = 2 * width if model.gated else width
-        of_fc2 = tensor + width * sizes.h * sizes.width
+        of_fc2 = tensor + width * hidden * sizes.width
         of_product = (2 if model.gated else 1) * tensor
-        of_fc1 = inner * sizes.h * sizes.width + tokens * sizes.h * sizes.width
+        of_fc1 = inner * hidden * sizes.width + tokens * hidden * sizes.width
         of_fc1 += (inner // width - tensors) * tensor
         return LayerBytes(tensors * tensor, max(of_fc2, of_product, of_fc1))
 
@@ -285,15 +289,19 @@ class Activations(GptRun):
         routed = self.routed
         part = self.expert_width
         local = max(1, count // sizes.ep)
-        inner = self._inner(routed, part, scaled=True)
+        hidden = self.routed_hidden
+        inner = self._inner(routed, part, scaled=True, hidden=hidden)
         # Permuted inputs with their places and weights; the map of the tokens that are seen; what
         # the router keeps of its choice and of its balancing loss.
-        kept = inner.kept + routed * (sizes.h * width + INT64 + FP32)
+        kept = inner.kept + routed * (hidden * width + INT64 + FP32)
         kept += seen * local * (FP32 + 1)
         kept += sizes.residual_tokens * (moe.moe_router_topk * (INT64 + FP32) + 2 * count * FP32)
         # One expert after the other, with the gradients of all tokens there and back.
-        transient = self._inner(routed // local, part, scaled=True).transient
-        transient += (seen + routed) * sizes.h * width
+        transient = self._inner(routed // local, part, scaled=True, hidden=hidden).transient
+        transient += (seen + routed) * hidden * width
+        if moe.moe_latent_size:
+            # The sums of the experts' outputs, which are projected back.
+            kept += sizes.residual_tokens * hidden * width
         if moe.moe_shared_expert_intermediate_size:
             part = moe.moe_shared_expert_intermediate_size // sizes.tp
             shared = self._inner(sizes.tokens, part, scaled=False)
@@ -372,7 +380,7 @@ class Activations(GptRun):
         fc1 = hidden
         fc2 = sizes.tokens * sizes.f // sizes.tp
         if experts:
-            fc1 = self.routed * sizes.h
+            fc1 = self.routed * self.routed_hidden
             fc2 = self.routed * self.expert_width
         if self.recomputes("moe" if experts else "mlp"):
             fc1 = fc2 = 0

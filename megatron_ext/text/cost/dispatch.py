@@ -27,11 +27,11 @@ def dispatched(run: GptRun, *, backward: bool = False) -> Volume:
     """
     x = run.sizes
     moe = run.moe
-    tokens = x.residual_tokens * x.h * x.width
+    tokens = x.residual_tokens * run.routed_hidden * x.width
     if moe.moe_token_dispatcher_type == "allgather":
         return Volume(expert=2 * (x.ep * x.etp - 1) * tokens)
     copies = x.residual_tokens * moe.moe_router_topk
-    row = x.h * x.width
+    row = run.routed_hidden * x.width
     there = _sent_row(run, moe.moe_combine_bwd_dtype if backward else moe.moe_dispatch_fwd_dtype)
     gathered = 2 * (x.etp - 1) * copies * row
     if moe.moe_token_dispatcher_type == "flex":
@@ -43,10 +43,10 @@ def _sent_row(run: GptRun, name: str) -> float:
     """Return the bytes of a row that is sent in the format of a ``--moe-dispatch-fwd-dtype``."""
     x = run.sizes
     if name == "bf16":
-        return x.h * x.width
+        return run.routed_hidden * x.width
     from megatron_ext.layers.fp8.blocks import BLOCKS
 
-    return x.h * (1 + 1 / BLOCKS[name])
+    return run.routed_hidden * (1 + 1 / BLOCKS[name])
 
 
 ENCODING = 33
@@ -74,7 +74,7 @@ def cast_work(run: GptRun) -> list[Work]:
     else:
         rows = x.residual_tokens * run.moe.moe_router_topk
         exchanges = 1
-    moved = rows * x.h * (ENCODING + DECODING)
+    moved = rows * run.routed_hidden * (ENCODING + DECODING)
     kernels = exchanges * CODING_KERNELS
     return [
         Work("casts", phase, num_bytes=moved, kernels=kernels)
@@ -92,7 +92,8 @@ def dispatched_again(run: GptRun) -> Volume:
     if not run.keeps_tokens:
         return whole
     x = run.sizes
-    gathered = 2.0 * (x.etp - 1) * x.residual_tokens * run.moe.moe_router_topk * x.h * x.width
+    copies = x.residual_tokens * run.moe.moe_router_topk
+    gathered = 2.0 * (x.etp - 1) * copies * run.routed_hidden * x.width
     flex = run.moe.moe_token_dispatcher_type == "flex"
     return Volume(expert_in_node=gathered) if flex else Volume(expert=gathered)
 

@@ -199,7 +199,8 @@ class GptRun(Network):
             groups = {"mlp.experts": (self.expert_width * x.etp, x.etp, self.routed)}
             groups |= {"mlp.shared_experts": (shared, x.tp, x.tokens)} if shared else {}
         for group, (width, ranks, rows) in groups.items():
-            for linear in mlp_matrices(x.h, width, gated=gated, ranks=ranks):
+            hidden = self.routed_hidden if group == "mlp.experts" else x.h
+            for linear in mlp_matrices(hidden, width, gated=gated, ranks=ranks):
                 if adapts(self.config.lora, f"{group}.{linear.name}"):
                     yield f"{group}.{linear.name}", linear, rows
 
@@ -252,6 +253,11 @@ class GptRun(Network):
         Every expert is assumed to get the same number. A token counts once for each of its experts.
         """
         return self.sizes.residual_tokens * self.moe.moe_router_topk * self.sizes.etp
+
+    @property
+    def routed_hidden(self) -> int:
+        """Return the channels of a token that its experts get and return."""
+        return self.moe.moe_latent_size or self.sizes.h
 
     @property
     def expert_width(self) -> int:
@@ -313,7 +319,8 @@ class GptFlops(GptRun):
             return 0, 0.0, 0
         model = self.config.model
         width = (self.moe.moe_ffn_hidden_size or x.f) * self.moe.moe_router_topk
-        routed = sum(m.products for m in mlp_matrices(x.h, width, gated=model.gated))
+        matrices = mlp_matrices(self.routed_hidden, width, gated=model.gated)
+        routed = sum(m.products for m in matrices)
         layers = [*(x.experts[number] for number in stage.layers), *x.experts[-1:] * stage.depths]
         parts = self._products
         around = parts["projections"] + parts["scores"]

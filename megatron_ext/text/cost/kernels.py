@@ -127,7 +127,7 @@ def layer_work(network: GptFlops, experts: bool, *, joins: bool = False) -> list
     f = x.tokens * x.f // x.tp * x.width
     routed = 0
     if experts:
-        routed = network.routed * x.h * x.width
+        routed = network.routed * network.routed_hidden * x.width
         f = network.routed * network.expert_width * x.width
     wide = 2 * f if model.gated else f
     # Forward, a norm moves 2 tensors, the sum with the norm after it 4, the other sum 3. Going

@@ -29,7 +29,7 @@ from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
 from megatron_ext.text.cost.flops import WORD_EMBEDDING, GptFlops, GptRun, Sizes
 from megatron_ext.text.cost.latent import LatentSizes
-from megatron_ext.text.cost.products import attention_matrices, mlp_matrices
+from megatron_ext.text.cost.products import attention_matrices, latent_matrices, mlp_matrices
 
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
@@ -172,15 +172,18 @@ class Parameters(GptRun):
                 weights += self._norm_weights(f"{name}.{part}_layernorm", size)
         return weights
 
-    def _mlp(self, width: int, ranks: int, **layout: Any) -> list[Linear]:
+    def _mlp(
+        self, width: int, ranks: int, *, hidden: int | None = None, **layout: Any
+    ) -> list[Linear]:
         """Return the linear layers of an MLP of ``width`` channels.
 
-        The channels are divided among ``ranks`` ranks; ``layout`` has further arguments of
-        `Linear`.
+        The channels are divided among ``ranks`` ranks. The MLP gets and returns ``hidden``
+        channels, by default h; ``layout`` has further arguments of `Linear`.
         """
         model = self.config.model
         layout.setdefault("bias", model.add_bias_linear)
-        return mlp_matrices(self.sizes.h, width, gated=model.gated, ranks=ranks, **layout)
+        size = hidden or self.sizes.h
+        return mlp_matrices(size, width, gated=model.gated, ranks=ranks, **layout)
 
     def _expert_weights(self, name: str) -> list[Weight]:
         x = self.sizes
@@ -189,7 +192,8 @@ class Parameters(GptRun):
         width = moe.moe_ffn_hidden_size or x.f
         router = Linear("router", count, x.h, bias=self.config.model.add_bias_linear)
         weights = self._linear_weights(name, [router])
-        mlp = self._mlp(width, x.etp, copies=x.ep, expert=x.ep > 1 or x.etp != x.tp)
+        layout = {"copies": x.ep, "expert": x.ep > 1 or x.etp != x.tp}
+        mlp = self._mlp(width, x.etp, hidden=self.routed_hidden, **layout)
         for expert in range(count // x.ep):
             weights += self._linear_weights(f"{name}.experts.local_experts.{expert}", mlp)
         shared = moe.moe_shared_expert_intermediate_size
@@ -198,6 +202,8 @@ class Parameters(GptRun):
                 gate = Weight(f"{name}.shared_experts.gate_weight", x.h, matrix=(1, x.h))
                 weights.append(gate)
             weights += self._linear_weights(f"{name}.shared_experts", self._mlp(shared, x.tp))
+        if moe.moe_latent_size:
+            weights += self._linear_weights(name, latent_matrices(x.h, moe.moe_latent_size))
         return weights
 
     def _depth_weights(self, name: str) -> list[Weight]:

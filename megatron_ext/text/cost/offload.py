@@ -107,8 +107,11 @@ def _parts(run: Activations, experts: bool) -> tuple[int, int]:
     keys = of_head * sizes.g // sizes.tp
     latent = 0 if sizes.latent is None else run.qk()
     out = queries if "attn_proj" in names else 0
-    inner = run._inner(run.routed, run.expert_width, scaled=True).kept if experts else 0
-    permuted = run.routed * sizes.h * sizes.width if experts else 0
+    inner = 0
+    if experts:
+        hidden = run.routed_hidden
+        inner = run._inner(run.routed, run.expert_width, scaled=True, hidden=hidden).kept
+    permuted = run.routed * run.routed_hidden * sizes.width if experts else 0
     activated = run.routed * run.expert_width * sizes.width if experts else 0
     bounds = {
         "attn_norm": (residual, normed),

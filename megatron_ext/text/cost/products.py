@@ -48,6 +48,14 @@ def mlp_matrices(h: int, width: int, *, gated: bool, ranks: int = 1, **layout: A
     ]
 
 
+def latent_matrices(h: int, width: int) -> list[Linear]:
+    """Return the projections of tokens to ``width`` channels for routed experts, and back to h."""
+    return [
+        Linear("fc1_latent_proj", width, h, bias=False),
+        Linear("fc2_latent_proj", h, width, bias=False),
+    ]
+
+
 def score_channels(config: RunConfig) -> int:
     """Return the multiplications of a layer's causal attention, per query and sequence token.
 
@@ -82,12 +90,18 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     norms = 0 if latent is None else latent.query_rank + latent.rank
     routed = (moe.moe_ffn_hidden_size or f) * moe.moe_router_topk
     shared = moe.moe_shared_expert_intermediate_size or 0
+    small = moe.moe_latent_size
+    experts = [
+        *mlp_matrices(small or h, routed, gated=gated),
+        *mlp_matrices(h, shared, gated=gated),
+        *(latent_matrices(h, small) if small else ()),
+    ]
     return {
         "projections": sum(x.products for x in attention_matrices(config)) + norms,
         "scores": score_channels(config) * (model.seq_length or 0),
         "windowed": score_channels(config) * _keys_in_window(config),
         "dense": sum(x.products for x in mlp_matrices(h, f, gated=gated)),
-        "experts": sum(x.products for x in mlp_matrices(h, routed + shared, gated=gated)),
+        "experts": sum(x.products for x in experts),
         "depth": 2 * h * h,
         "logits": h * (model.padded_vocab_size or 0),
     }

@@ -69,6 +69,9 @@ MORE = {
     "moe ep2 dp2 tp2": "--num-experts 4 --expert-model-parallel-size 2 --moe-layer-freq [0,1,1,0] "
     "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate --sequence-parallel "
     "--tensor-model-parallel-size 2 --use-distributed-optimizer --nproc-per-node 4",
+    "small vectors for experts ep2 tp2": "--num-experts 4 --expert-model-parallel-size 2 "
+    "--moe-latent-size 24 --moe-shared-expert-intermediate-size 64 --sequence-parallel "
+    "--no-swiglu --squared-relu --tensor-model-parallel-size 2 --nproc-per-node 4",
 }
 
 PEAKS = {

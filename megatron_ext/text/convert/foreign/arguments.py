@@ -31,7 +31,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (),
     "linear_attention_freq": (),
     "qk_l2_norm": (False,),
-    "moe_latent_size": (),
     "mtp_use_repeated_layer": (False,),
     "mtp_hybrid_override_pattern": (),
     "use_mup": (False,),
