@@ -52,16 +52,18 @@ class KeepingDispatcher(OverlappedDispatcher):
     """Dispatcher that exchanges the tokens of a recomputed layer once.
 
     Attributes:
-        keeps_output: whether the layer's output is kept, too. If not, the second forward pass
-            returns another one, with the right graph.
+        keeps_output: whether the sum of each token's outputs is kept, too. If not, the second
+            forward pass returns another one, with the right graph.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kept: Kept | None = None
         self._runs_again = False
-        # With selective recomputation, nothing of the layer comes after the output.
-        self.keeps_output = self.config.recompute_granularity == "full"
+        # With selective recomputation, nothing that is run again reads the output, unless it is
+        # projected.
+        self.projects = self.config.moe_latent_size is not None
+        self.keeps_output = self.projects or self.config.recompute_granularity == "full"
 
     def dispatch_preprocess(
         self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
@@ -138,7 +140,10 @@ class KeepingDispatcher(OverlappedDispatcher):
         return _GradientsOnly.apply(send, values, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Return the layer's output ``[s, b, h]``, the sum of each token's outputs."""
+        """Return the sum of each token's outputs, ``[s, b, h]``: the layer's output.
+
+        With ``--moe-latent-size`` the sum has fewer channels, and is projected to the output.
+        """
         output: Tensor = super().combine_postprocess(hidden_states)
         kept = self._kept
         self._kept = None
@@ -175,9 +180,9 @@ class KeepingTwoHopDispatcher(KeepingDispatcher, TwoHopDispatcher):
 def drop_unread_outputs(chunk: torch.nn.Module, usual: type[torch.nn.Module]) -> None:
     """Let the experts of a model chunk keep no output that their second forward pass does not read.
 
-    It reads the output if a norm follows, or another layer that is recomputed together with this
-    one. Otherwise the output is only added to the residual stream, whose gradient does not depend
-    on it. ``usual`` is the class of layers of a decoder that end so.
+    It reads the output if a norm or a projection follows, or another layer that is recomputed
+    together with this one. Otherwise the output is only added to the residual stream, whose
+    gradient does not depend on it. ``usual`` is the class of layers of a decoder that end so.
     """
     for block in chunk.modules():
         if isinstance(block, TransformerBlock) and _recomputes_singly(block.config):
@@ -194,4 +199,4 @@ def _drop_outputs(layers: Iterable[Any]) -> None:
     for layer in layers:
         dispatcher = getattr(layer.mlp, "token_dispatcher", None)
         if isinstance(dispatcher, KeepingDispatcher):
-            dispatcher.keeps_output = False
+            dispatcher.keeps_output = dispatcher.projects

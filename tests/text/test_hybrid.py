@@ -144,6 +144,8 @@ def test_layers_of_transformer_engine_are_refused() -> None:
         ("K-", "`--linear-num-value-heads` (32) must equal `--linear-num-key-heads` (16) in Kimi "
          "Delta Attention; use 16."),
         ("D-", "`--multi-latent-attention` is missing, and DeepSeek's sparse attention (D) is"),
+        ("D- --position-embedding-type none", "`--position-embedding-type` (none) does not go "
+         "with DeepSeek's sparse attention (D), whose indexer rotates its queries and keys;"),
         ("D-", "`--dsa-indexer-topk` is missing, and DeepSeek's sparse attention (D) needs it;"),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import LatentAttentionConfig
 from megatron_ext.text.config.hybrid import INDEXER, HybridConfig, MixerConfig
+from megatron_ext.text.config.positions import PositionConfig
 
 RECURRENT = "MGK"
 """Letters of the mixers that carry a state from position to position."""
@@ -75,6 +76,14 @@ def _mamba_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
 
 def _sparse_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
     """Yield an error for each missing part of DeepSeek's sparse attention."""
+    kind = run.section(PositionConfig).position_embedding_type
+    if kind == "none":
+        yield FlagError(
+            "--position-embedding-type",
+            kind,
+            f"does not go with {MIXERS['D']} (D), whose indexer rotates its queries and keys",
+            "use rope",
+        )
     if not run.section(LatentAttentionConfig).multi_latent_attention:
         yield FlagError(
             "--multi-latent-attention",

@@ -102,7 +102,8 @@ def kept_tokens(run: GptRun) -> int:
     """Return the bytes of tokens that a recomputed layer keeps of each micro-batch.
 
     They are the rows that have arrived at this rank's experts and their probabilities, the choice
-    of the experts, and, where a norm or another layer runs again from it, the layer's output.
+    of the experts, and, where a norm, a projection or another layer runs again from it, the sum of
+    their outputs.
     """
     if not run.keeps_tokens:
         return 0
@@ -116,7 +117,8 @@ def kept_tokens(run: GptRun) -> int:
     model = run.config.model
     whole = model.recompute_granularity == "full"
     read = whole and (run.group_size > 1 or run.normalizes_outputs)
-    output = x.residual_tokens * x.h * x.width if read else 0
+    reads = read or moe.moe_latent_size is not None
+    output = x.residual_tokens * run.routed_hidden * x.width if reads else 0
     return round(kept) + x.residual_tokens * (moe.num_experts or 0) + output
 
 

@@ -124,6 +124,10 @@ MODELS = {
     "--num-query-groups 2",
     "with adapters": ROTARY,
     "experts": "--num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear",
+    "experts on small vectors": (
+        "--num-experts 4 --moe-ffn-hidden-size 24 --moe-latent-size 12 --disable-bias-linear "
+        "--squared-relu"
+    ),
     "latent attention": LATENT,
     "latent attention with adapters": LATENT,
     "latent attention without positions": f"{LATENT} --position-embedding-type none",
