@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_ext.layers import masks
 from megatron_ext.layers.attention import HALF, DotProductAttention
 from megatron_ext.layers.hooks import in_backward
 from megatron_ext.layers.masks import is_dense
@@ -27,7 +28,8 @@ PRODUCES_SINGLE = torch.__version__ >= "2.8"
 class LogitMaxima:
     """Follows the largest logit of each head of one attention, in all its forward passes.
 
-    Passes of an evaluation, and those that a backward pass repeats, are left out.
+    Left out are passes of an evaluation, those that a backward pass repeats, and those with made-up
+    inputs before CUDA graphs are recorded.
 
     Args:
         attention: core attention whose method ``attend_locally`` is replaced by `attend`.
@@ -62,7 +64,7 @@ class LogitMaxima:
     ) -> Tensor:
         """Attend as `DotProductAttention.attend_locally` does, and note the largest logits."""
         attention = self._attention
-        if attention.training and not in_backward():
+        if attention.training and not in_backward() and not _warms_up(query.device):
             # Without a position, the mask contains all rules.
             position = first_query or 0
             with torch.no_grad():
@@ -73,6 +75,11 @@ class LogitMaxima:
                 known = self.values[first : first + heads]
                 torch.maximum(known, own, out=known)
         return self._attend(query, key, value, mask, first_query=first_query)
+
+
+def _warms_up(device: torch.device) -> bool:
+    """Return whether layers run on made-up inputs before CUDA graphs of them are recorded."""
+    return masks.newest.keeps_apart(device) and not masks.is_captured(device)
 
 
 def largest_logits(

@@ -1,6 +1,7 @@
 """QK-clip by its equations in plain torch, the same weights in every layout, and its logs."""
 
 import functools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +25,13 @@ from megatron_ext.optim.update import parts_of, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.train.reporting.files import read_metrics
 from tests.checkpoint.tiny import whole_tensors
+from tests.graph_stand_in import graphs_on_a_cpu
 from tests.layers import plain
 from tests.layers.test_lora import CONSTANT, LATENT, bare_chunk, near
 from tests.numerics.stock import gpt_config, rows, whole_batch
 from tests.optim.test_muon import check_same
 from tests.ranks import on_ranks, ranks
+from tests.schedules.test_graphs import keep_replays
 from tests.training_runs import train_steps, training_rows
 
 GROUPED = "--group-query-attention --num-query-groups 2 --add-qkv-bias".split()
@@ -326,3 +329,16 @@ def test_a_resumed_run_goes_on_bit_for_bit(one_rank: OneRank, tmp_path: Path) ->
     want, wanted = one_rank(GROUPS)
     assert logits[-2:] == wanted[-2:]
     assert all(torch.equal(weights[name], value) for name, value in want.items())
+
+
+@pytest.mark.slow
+def test_graphs_follow_logits_of_their_replays(tmp_path: Path) -> None:
+    flags = [*MODEL, "--reset-attention-mask"]
+    folder = tmp_path / "recorded"
+    train_steps(flags, tmp_path)
+    with graphs_on_a_cpu():
+        watch = functools.partial(keep_replays, folder=tmp_path)
+        train_steps([*flags, "--cuda-graph-impl", "local"], folder, prepare=watch)
+    replays = json.loads((tmp_path / "0.json").read_text())
+    assert [bool(step) for step in replays] == [False, True, True, True]
+    assert logged(folder) == logged(tmp_path)
