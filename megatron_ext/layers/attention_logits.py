@@ -18,8 +18,11 @@ from megatron_ext.layers.attention import HALF, DotProductAttention
 from megatron_ext.layers.hooks import in_backward
 from megatron_ext.layers.masks import is_dense
 
-BLOCK = 2**24
-"""Number of logits that are computed at once, unless those of `LEAST_QUERIES` are more."""
+BLOCK = {"cpu": 2**22, "cuda": 2**25}
+"""Number of logits that a device computes at once, unless those of `LEAST_QUERIES` are more.
+
+A CPU keeps them in its cache; a GPU needs fewer launches.
+"""
 LEAST_QUERIES = 64
 PRODUCES_SINGLE = torch.__version__ >= "2.8"
 """Whether torch multiplies 16-bit matrices on a GPU to a float32 result."""
@@ -100,8 +103,9 @@ def largest_logits(
     length, batch, heads, _ = query.shape
     num_keys, _, groups, _ = key.shape
     repeats = heads // groups
-    size = min(length, max(LEAST_QUERIES, BLOCK // (heads * num_keys)))
-    width = max(1, BLOCK // (repeats * size * num_keys))
+    block = BLOCK[query.device.type]
+    size = min(length, max(LEAST_QUERIES, block // (heads * num_keys)))
+    width = max(1, block // (repeats * size * num_keys))
     largest = torch.full((heads,), -math.inf, device=query.device)
     for sample in range(batch):
         for start in range(0, length, size):

@@ -15,9 +15,12 @@ def fused_rows(
 
     The rows of the matrices follow one another in these numbers, again and again: of a projection
     to queries, their gates if any, keys and values, once for each group of heads. A module whose
-    weight fuses such matrices in another way has an attribute ``fused_parts``, the numbers. Without
-    ``split_qkv``, fused queries, keys and values count as one matrix; without ``split_gates`` the
-    queries and their gates do.
+    weight fuses such matrices in another way has an attribute ``fused_parts``, the numbers. The
+    projection of a recurrent mixer has them as ``matrix_rows``: to its queries, keys, values, gates
+    and decays, for example.
+
+    Without ``split_qkv``, what a projection of attention or of a mixer fuses counts as one matrix.
+    Without ``split_gates``, queries and their gates do, and all of a mixer's.
     """
     for module in chunk.modules():
         config = getattr(module, "config", None)
@@ -37,3 +40,6 @@ def fused_rows(
         if split_qkv and hasattr(module, "fused_parts"):
             parts: Any = module.fused_parts
             yield module.weight, parts
+        if split_qkv and split_gates and hasattr(module, "matrix_rows"):
+            rows_of_mixer: Any = module.matrix_rows
+            yield module.weight, rows_of_mixer

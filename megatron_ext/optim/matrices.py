@@ -1,8 +1,9 @@
 """The weights that Muon updates, the matrices inside them, and how ranks share them.
 
 As in Megatron-LM, Muon updates every two-dimensional weight except embeddings and output layers:
-the projections of attention, MLPs and experts, and routers. AdamW updates norms, biases, embeddings
-and output layers.
+the projections of attention, recurrent mixers, indexers, MLPs and experts, and routers. AdamW
+updates norms, biases, embeddings, output layers, and the convolutions, decays and offsets of
+recurrent mixers.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def matrices_of(
     """Return the trained weights of a model chunk that Muon updates, each with its `Matrix`.
 
     These are all two-dimensional weights except tables of vectors: embeddings, output layers, and
-    parameters with a true attribute ``is_table``.
+    parameters with a true attribute ``is_table``, such as the filters ``[c, w]`` of a convolution
+    of each channel by itself.
 
     Args:
         split_qkv: whether fused queries, keys and values count as three matrices or as one.

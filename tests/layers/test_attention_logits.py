@@ -35,7 +35,7 @@ def forbidden(kind: str) -> Tensor:
 
 
 def _same_maxima(context: ParallelContext, *, kind: str, comm: str, groups: int) -> None:
-    attention_logits.BLOCK, attention_logits.LEAST_QUERIES = 40, 3
+    attention_logits.BLOCK["cpu"], attention_logits.LEAST_QUERIES = 40, 3
     cp, rank = context.pgs.cp.size(), context.cp_rank
     windows = {"window_size": (3, 0)} if kind == "window" else {}
     transformer_config = config(context_parallel_size=cp, **windows)
