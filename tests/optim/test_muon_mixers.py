@@ -6,59 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_ext.layers.chunks import wrap_chunks
-from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.optim.builder import build_optimizer
 from megatron_ext.optim.schedule import build_scheduler
 from megatron_ext.optim.update import parts_of, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
+from tests.layers.mixers import test_delta_mixers as delta
 from tests.layers.mixers import test_sparse_attention as sparse
 from tests.layers.test_lora import CONSTANT, near
 from tests.numerics.stock import gpt_config
-from tests.optim.test_muon import QUINTIC, plain_direction
+from tests.optim.test_muon import QUINTIC, SHARED, plain_direction
 from tests.ranks import on_ranks
 
-HIDDEN, GROUPS, STEPS = 32, 2, 3
+STEPS = 3
 MUON = "--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2".split()
-PARTS = {
-    # Two value heads for each key head, of 12 and 8 channels; two numbers for each value head.
-    "gated delta": {"q": 16, "k": 16, "v": 48, "z": 48, "b": 4, "a": 4},
-    "mamba": {"z": 64, "x": 64, "B": 16, "C": 16, "dt": 8},
+ROWS = {
+    "G": {"q": 8, "k": 8, "v": 24, "z": 24, "b": 2, "a": 2},
+    "K": {"q": 8, "k": 8, "v": 12, "beta": 1},
 }
-"""Rows of the matrices in a mixer's fused projection, on all tensor-parallel ranks together."""
-Cut = Callable[[Sequence[Tensor], int, int], Tensor]
-
-
-def by_group(parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-    """Return a rank's fused weight, in which the rows of a group follow those of another one."""
-    own = range(rank * GROUPS // size, (rank + 1) * GROUPS // size)
-    return torch.cat([part.chunk(GROUPS)[group] for group in own for part in parts])
-
-
-def by_rank(parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-    """Return a rank's fused weight, in which a rank's rows of a matrix follow those of another."""
-    return torch.cat([part.chunk(size)[rank] for part in parts])
-
-
-class Mixer(MegatronModule):  # type: ignore[misc]
-    """The parameters of a recurrent mixer, without its recurrence."""
-
-    def __init__(self, config: Any, context: ParallelContext, rows: Sequence[int]) -> None:
-        super().__init__(config)
-        given: Any = {
-            "config": config, "init_method": config.init_method, "bias": False,
-            "skip_bias_add": False, "is_expert": False, "tp_group": context.pgs.tp,
-        }  # fmt: skip
-        self.in_proj = ColumnParallelLinear(HIDDEN, sum(rows), gather_output=False, **given)
-        self.out_proj = RowParallelLinear(64, HIDDEN, input_is_parallel=True, **given)
-        for name, shape in (("conv1d", (24, 4)), ("A_log", (8,)), ("dt_bias", (8,)), ("D", (8,))):
-            setattr(self, name, torch.nn.Parameter(torch.zeros(shape)))
-        self.conv1d.is_table = True  # type: ignore[attr-defined]
+"""Rows of each matrix in the fused projection of a mixer, for one head of its keys."""
+VECTORS = re.compile(r"conv|norm|A_log|dt_bias|^D$")
+"""Names of the parameters that are no matrices."""
 
 
 class Truth:
@@ -139,44 +110,38 @@ def _check(
         near(parameter, own(name, truth.parameters[name]), name, 2e-6)
 
 
-def _fused_as_in(context: ParallelContext, *, kind: str, cut: Cut, flags: str) -> None:
-    rank, size = context.tp_rank, context.pgs.tp.size()
-    transformer_config = build_transformer_config(
-        gpt_config("--tensor-model-parallel-size", str(size), world_size=context.layout.world_size)
-    )
-    rows = list(PARTS[kind].values())
-    module = Mixer(transformer_config, context, rows)
-    turns = GROUPS if cut is by_group else size
-    module.in_proj.matrix_rows = tuple(number // turns for number in rows)
-    whole = {
-        "in_proj.weight": [plain.full_weight(k, (n, HIDDEN)) for k, n in PARTS[kind].items()],
-        "out_proj.weight": [plain.full_weight("out", (HIDDEN, 64))],
-    }
-    vectors = ["conv1d", "A_log", "dt_bias", "D"]
-    whole |= {name: [plain.full_weight(name, tuple(getattr(module, name).shape))]
-              for name in vectors}  # fmt: skip
+def _mixer(context: ParallelContext, *, kind: str, flags: str) -> None:
+    transformer_config = delta.configured(context, kind)
+    module = delta.built(context, kind, transformer_config)
+    heads = delta.key_heads(kind)
+    shards = {name: plain.shard_of(name, x, context) for name, x in module.named_parameters()}
+    whole = {name: [plain.full_weight(name, shard.shape)] for name, shard in shards.items()}
+    whole["in_proj.weight"] = [
+        plain.full_weight(name, (rows * heads, delta.H)) for name, rows in ROWS[kind].items()
+    ]
+    vectors = [name for name in whole if VECTORS.search(name)]
 
     def own(name: str, parts: Sequence[Tensor]) -> Tensor:
-        if name == "in_proj.weight":
-            return cut(parts, rank, size)
-        return parts[0].chunk(size, dim=1)[rank] if name == "out_proj.weight" else parts[0]
+        # The rows of a head follow those of another one.
+        turns = [part.chunk(heads)[head] for head in range(heads) for part in parts]
+        return shards[name].of(torch.cat(turns) if len(parts) > 1 else parts[0])
 
     _check(context, module, transformer_config, whole, own, vectors, flags.split())
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut", "sizes", "flags"),
+    ("kind", "sizes", "flags"),
     [
-        ("gated delta", by_group, {}, ""),
-        ("gated delta", by_group, {"tp": 2}, ""),
-        ("mamba", by_rank, {"tp": 2}, "--muon-tp-mode distributed"),
-        ("mamba", by_rank, {"tp": 2, "dp": 2}, "--use-distributed-optimizer"),
+        ("G", {"tp": 2}, ""),
+        ("K", {"tp": 2}, "--muon-tp-mode distributed"),
+        pytest.param("G", {}, "", marks=pytest.mark.slow),
+        pytest.param("K", {"tp": 2, "dp": 2}, SHARED, marks=pytest.mark.slow),
     ],
 )
 def test_each_fused_matrix_of_a_mixer_is_updated_by_itself(
-    kind: str, cut: Cut, sizes: dict[str, int], flags: str
+    kind: str, sizes: dict[str, int], flags: str
 ) -> None:
-    on_ranks(_fused_as_in, sizes, kind=kind, cut=cut, flags=flags)
+    on_ranks(_mixer, sizes, kind=kind, flags=flags)
 
 
 def _sparse(context: ParallelContext) -> None:
@@ -184,7 +149,7 @@ def _sparse(context: ParallelContext) -> None:
     module = sparse.built(context, transformer_config)
     shards = {name: plain.shard_of(name, x, context) for name, x in module.named_parameters()}
     whole = {name: [plain.full_weight(name, shard.shape)] for name, shard in shards.items()}
-    vectors = [name for name in whole if re.search("norm", name)]
+    vectors = [name for name in whole if VECTORS.search(name)]
     projections = [name for name in whole if "indexer.linear" in name]
     assert len(projections) == 3 and not set(projections) & set(vectors)
 
@@ -194,6 +159,5 @@ def _sparse(context: ParallelContext) -> None:
     _check(context, module, transformer_config, whole, own, vectors, [])
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}])
-def test_projections_of_an_indexer_are_matrices(sizes: dict[str, int]) -> None:
-    on_ranks(_sparse, sizes)
+def test_projections_of_an_indexer_are_matrices() -> None:
+    on_ranks(_sparse, {"tp": 2})

@@ -163,6 +163,7 @@ class DeltaMixer(MegatronModule):  # type: ignore[misc]
         bound = self.width**-0.5
         uniform = partial(torch.nn.init.uniform_, a=-bound, b=bound)
         self.conv_weight = self._parameter(uniform, self.key_heads * self.mixed_size, self.width)
+        self.conv_weight.is_table = True  # type: ignore[attr-defined]
 
     def _column_linear(self, kind: Any, inputs: int, outputs: int) -> Any:
         """Return a linear layer without bias, the last axis of whose output the ranks split."""

@@ -45,6 +45,7 @@ class KimiDeltaAttention(DeltaMixer):
         linear = submodules.in_proj
         low = submodules.low_proj
         self.in_proj = self._column_linear(linear, hidden, self.all_heads * (self.mixed_size + 1))
+        self.in_proj.matrix_rows = (self.key_size, self.key_size, self.value_size, 1)
         self.f_a_proj = self._whole_linear(low, hidden, self.value_size)
         self.f_b_proj = self._column_linear(linear, self.value_size, keys)
         self.g_a_proj = self._whole_linear(low, hidden, self.value_size)
