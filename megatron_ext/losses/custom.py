@@ -26,7 +26,7 @@ from megatron_ext.parallel.context import ParallelContext
 _TAKEN = (
     "kind iteration consumed_samples learning_rate grad_norm loss_scale global_batch_size split "
     "seconds_per_iteration tokens_per_second skipped_iterations nan_iterations final epoch "
-    "total_skipped_iterations num_zeros params_norm"
+    "total_skipped_iterations num_zeros params_norm max_attention_logit"
 ).split()
 
 

@@ -17,6 +17,7 @@ from megatron_ext.extras.report.run_folder import Row, RunFolder
 from megatron_ext.inspect.pages.table import text_of
 from megatron_ext.train.reporting.files import TIME, number
 from megatron_ext.train.reporting.loss_plot import losses_of
+from megatron_ext.train.reporting.records import LARGEST_LOGIT
 
 MAX_POINTS = 2400
 """Number of points above which a curve is thinned; see `thinned`."""
@@ -165,6 +166,8 @@ def _title(name: str) -> str:
         return MEMORY
     if name.startswith("norm of layer "):
         return "Norm of each layer"
+    if name.split("/")[0] == LARGEST_LOGIT:
+        return "Largest logits of attention"
     shown = re.sub(r"\d+", "#", text_of(name, 60)).replace("_", " ")
     return _TITLES.get(name) or shown[:1].upper() + shown[1:]
 

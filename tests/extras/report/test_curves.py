@@ -68,14 +68,16 @@ def test_every_number_of_a_row_has_its_panel_and_what_never_changes_has_none() -
     rows = [
         train(i, **{"own thing": 1, "memory/allocated": 2e9, "loss_scale": 1.0, "flag": True,
                     "text": "a", "skipped_iterations": i // 10, "grad_norm": NAN,
-                    **{f"layer {n} norm": float(n) for n in range(3)}})
+                    **{f"layer {n} norm": float(n) for n in range(3)},
+                    "max_attention_logit": 9.0, "max_attention_logit/layer 1": 9.0})
         for i in (5, 10)
     ]  # fmt: skip
     panels = shown(*rows, time_row(BEGAN, BEGAN + 10, 0, 10, **steps_of(10)))
     assert list(panels) == [
         "Loss", "Gradient norm", "Parts of a step in seconds", "Memory in GB", "Skipped iterations",
-        "Own thing", "Layer # norm",
+        "Own thing", "Layer # norm", "Largest logits of attention",
     ]  # fmt: skip
+    assert len(panels["Largest logits of attention"]) == 2
     assert panels["Memory in GB"]["allocated"] == [(5, 2.0), (10, 2.0)]
     assert panels["Parts of a step in seconds"]["waiting for data"] == [(10, pytest.approx(0.02))]
     assert len(panels["Layer # norm"]) == 3
