@@ -242,7 +242,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
 
     def new_cache(self, cache: KeyValueCache) -> LayerCache:
         """Return an empty cache of this layer; ``cache`` is the state that all layers share."""
-        from megatron_ext.layers.kv_cache import KeyValueCache, LayerCache
+        from megatron_ext.layers.kv_cache import LayerCache
 
         return LayerCache(cache, self.window_size)
 

@@ -191,8 +191,9 @@ class PackedForward:
                 undo.enter_context(whole_weights(self.chunks))
             undo.enter_context(evaluating(self.chunks))
             for module in self._modules:
-                if hasattr(module, "new_cache"):
-                    module.cache = module.new_cache(cache)
+                new_cache: Any = getattr(module, "new_cache", None)
+                if new_cache is not None:
+                    module.cache = new_cache(cache)
                     undo.callback(setattr, module, "cache", None)
             undo.callback(self._forget_decoder)
             self._prepare_decoder()
