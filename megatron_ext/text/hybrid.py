@@ -13,9 +13,10 @@ kinds of layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 from megatron_ext.config.flags import spelling_of
 from megatron_ext.config.layers import (
@@ -33,6 +34,8 @@ from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.attention import LatentAttentionConfig
 from megatron_ext.text.config.hybrid import HybridConfig
 from megatron_ext.text.config.moe import MoEConfig
+
+Section = TypeVar("Section")
 
 LATENT = "+"
 """Megatron-LM's letter for multi-latent attention, which is ``*`` in a kind of layer."""
@@ -92,6 +95,19 @@ class Pattern:
         """Return the value of ``--moe-layer-freq`` for the layers; None if all are of one kind."""
         experts = [int(mlp_of(kind) == EXPERTS) for kind in self.kinds]
         return None if len(set(experts)) < 2 else str(experts).replace(" ", "")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a configuration that describe the layers, by name."""
+        kinds = self.kinds
+        fields: dict[str, Any] = {"num_layers": len(kinds)}
+        if self.depths:
+            fields["mtp_num_layers"] = len(self.depths)
+        if frequency := self.moe_layer_freq():
+            fields["moe_layer_freq"] = frequency
+        if any(kind not in PLAIN for kind in (*kinds, *self.depths)):
+            fields["layer_kinds"] = tuple(kinds)
+            fields["depth_kind"] = self.depths[0] if self.depths else None
+        return fields
 
 
 def _layers(letters: str) -> tuple[str, ...]:
@@ -201,25 +217,22 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
     """Return the configuration with the values that the flags of a `HybridConfig` stand for."""
     hybrid = config.section(HybridConfig)
     model = config.model
-    moe = config.section(MoEConfig)
-    parallel = config.parallel
     try:
         pattern = _pattern_of(config)
     except (ValueError, ZeroDivisionError):
         # The rule is said once; without a number of layers, another would follow from it.
         model = dataclasses.replace(model, num_layers=model.num_layers or 1)
         return dataclasses.replace(config, model=model)
-    kinds = pattern.kinds
-    if any(kind not in PLAIN for kind in (*kinds, *pattern.depths)):
-        depth = pattern.depths[0] if pattern.depths else None
-        hybrid = dataclasses.replace(hybrid, layer_kinds=tuple(kinds), depth_kind=depth)
+    ratios = hybrid.hybrid_attention_ratio, hybrid.hybrid_mlp_ratio
+    if sum(ratios) > 0:
+        # Afterwards `num_layers` counts mixers with their MLPs, and no longer single letters.
+        text = pattern_of_ratios(model.num_layers or 0, *ratios)
+        hybrid = dataclasses.replace(
+            hybrid, hybrid_layer_pattern=text, hybrid_attention_ratio=0.0, hybrid_mlp_ratio=0.0
+        )
+    parallel = config.parallel
     stages = parallel.pipeline_model_parallel_size
     layout = pattern.layout()
-    model = dataclasses.replace(model, num_layers=len(kinds))
-    if pattern.depths:
-        model = dataclasses.replace(model, mtp_num_layers=len(pattern.depths))
-    if frequency := pattern.moe_layer_freq():
-        moe = dataclasses.replace(moe, moe_layer_freq=frequency)
     if layout is not None and stages > 1 and len(pattern.stages) % stages == 0:
         parallel = dataclasses.replace(
             parallel,
@@ -231,7 +244,17 @@ def resolve_hybrid(config: RunConfig) -> RunConfig:
             num_layers_per_virtual_pipeline_stage=None,
             num_virtual_stages_per_pipeline_rank=None,
         )
+    fields = pattern.fields()
+    model = with_fields(model, fields)
+    moe = with_fields(config.section(MoEConfig), fields)
+    hybrid = with_fields(hybrid, fields)
     return dataclasses.replace(config, model=model, parallel=parallel).with_section(moe, hybrid)
+
+
+def with_fields(section: Section, fields: Mapping[str, Any]) -> Section:
+    """Return a section with the values of ``fields`` for those that it has."""
+    own = {name: value for name, value in fields.items() if hasattr(section, name)}
+    return dataclasses.replace(section, **own)  # type: ignore[type-var]
 
 
 def hybrid_errors(given: RunConfig, run: RunConfig) -> Iterator[FlagError]:

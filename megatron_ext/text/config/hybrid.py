@@ -121,7 +121,9 @@ class MixerConfig(LayerSection):
         kinds = config.section(HybridConfig).layer_kinds
         if kinds is None:
             return {}
-        fields = {name: value for name, value in vars(self).items() if name in SIZES}
+        fields = {
+            name: value for name, value in vars(self).items() if name in (*SIZES, *INDEXER_LOSS)
+        }
         if self.mamba_num_heads is None:
             fields["mamba_num_heads"] = self.num_mamba_heads(config)
         return fields
@@ -140,11 +142,13 @@ LINEAR_SIZES = (
     "linear_num_value_heads",
 )
 MAMBA_SIZES = "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"
-INDEXER = (
-    "dsa_indexer_n_heads",
-    "dsa_indexer_head_dim",
-    "dsa_indexer_topk",
-    "dsa_indexer_loss_coeff",
-    "dsa_indexer_use_sparse_loss",
-)
-SIZES = (*LINEAR_SIZES, *MAMBA_SIZES, *INDEXER)
+INDEXER_SIZES = "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"
+INDEXER_LOSS = "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"
+SIZES_BY_LETTER = {
+    "M": MAMBA_SIZES,
+    "G": LINEAR_SIZES,
+    "K": LINEAR_SIZES,
+    "D": INDEXER_SIZES,
+}
+"""The fields of `MixerConfig` that decide what each mixer computes, by its letter."""
+SIZES = (*LINEAR_SIZES, *MAMBA_SIZES, *INDEXER_SIZES)

@@ -10,7 +10,7 @@ from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import LatentAttentionConfig
-from megatron_ext.text.config.hybrid import INDEXER, HybridConfig, MixerConfig
+from megatron_ext.text.config.hybrid import INDEXER_SIZES, HybridConfig, MixerConfig
 from megatron_ext.text.config.positions import PositionConfig
 
 RECURRENT = "MGK"
@@ -91,7 +91,7 @@ def _sparse_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
             f"is missing, and {MIXERS['D']} (D) is built on it",
             "give it",
         )
-    for field in INDEXER[:3]:
+    for field in INDEXER_SIZES:
         if getattr(sizes, field) is None:
             name = f"--{field.replace('_', '-')}"
             yield FlagError(name, None, f"is missing, and {MIXERS['D']} (D) needs it", "give it")

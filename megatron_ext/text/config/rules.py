@@ -23,7 +23,7 @@ from megatron_ext.text.config.attention import (
     LatentAttentionConfig,
 )
 from megatron_ext.text.config.block import BlockConfig
-from megatron_ext.text.config.hybrid import HybridConfig, MixerConfig
+from megatron_ext.text.config.hybrid import SIZES, HybridConfig, MixerConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig, rotary_errors
 from megatron_ext.text.config.samples import TextSampleConfig
@@ -253,6 +253,8 @@ SHAPE_SECTIONS = {
     "attention": AttentionConfig,
     "latent_attention": LatentAttentionConfig,
     "block": BlockConfig,
+    "hybrid": HybridConfig,
+    "mixer": MixerConfig,
 }
 """The configuration sections that hold the fields of `SHAPE`: section name -> class."""
 SHAPE = (
@@ -272,7 +274,8 @@ SHAPE = (
     "padded_vocab_size mtp_num_layers seq_length multi_latent_attention q_lora_rank kv_lora_rank "
     "qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor "
     "original_max_position_embeddings beta_fast beta_slow mscale mscale_all_dim "
-    "latent_norm_epsilon"
+    "latent_norm_epsilon hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio "
+    "experimental_attention_variant linear_attention_freq " + " ".join(SIZES)
 )
 """Fields that determine what a GPT computes with its weights: names, separated by spaces.
 

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 from megatron_ext.config import flag_line
 from megatron_ext.config.flags import flags_of
-from megatron_ext.config.layers import layers_without_rope
+from megatron_ext.config.layers import layers_without_rope, mixer_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.config.attention import AttentionConfig, LatentAttentionConfig
 from megatron_ext.text.config.block import BlockConfig
+from megatron_ext.text.config.hybrid import SIZES, SIZES_BY_LETTER, HybridConfig, MixerConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.rules import SHAPE, SHAPE_SECTIONS
@@ -34,6 +35,11 @@ FREE = (
 """Fields of the model's shape in which a run may differ from the config.json of its weights.
 
 The number of positions is free only if positions are not learned."""
+FLAGS_OF_KINDS = (
+    "hybrid_layer_pattern hybrid_attention_ratio hybrid_mlp_ratio experimental_attention_variant "
+    "linear_attention_freq"
+).split()
+"""Flags that say the kinds of layers in several ways; models are compared by the kinds."""
 MOE_SHAPE = (
     "num_experts moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size "
     "moe_shared_expert_gate "
@@ -103,6 +109,8 @@ class Gpt:
     latent: LatentAttentionConfig
     block: BlockConfig
     moe: MoEConfig
+    hybrid: HybridConfig
+    mixer: MixerConfig
 
     @classmethod
     def of(cls, config: RunConfig) -> Gpt:
@@ -114,11 +122,14 @@ class Gpt:
             latent=config.section(LatentAttentionConfig),
             block=config.section(BlockConfig),
             moe=config.section(MoEConfig),
+            hybrid=config.section(HybridConfig),
+            mixer=config.section(MixerConfig),
         )
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> Gpt:
         """Return sections with the given fields; other fields get default or derived values."""
+        fields = with_kinds(fields)
 
         def section(kind: type[Any]) -> Any:
             names = {field.name for field in dataclasses.fields(kind)} & fields.keys()
@@ -133,6 +144,8 @@ class Gpt:
             latent=latent,
             block=section(BlockConfig),
             moe=section(MoEConfig),
+            hybrid=section(HybridConfig),
+            mixer=section(MixerConfig),
         )
 
     def value(self, name: str) -> Any:
@@ -148,7 +161,36 @@ class Gpt:
 
     @property
     def _sections(self) -> Sequence[Any]:
-        return self.model, self.positions, self.attention, self.latent, self.block, self.moe
+        return (
+            self.model,
+            self.positions,
+            self.attention,
+            self.latent,
+            self.block,
+            self.moe,
+            self.hybrid,
+            self.mixer,
+        )
+
+    @property
+    def kinds(self) -> list[str]:
+        """Return the kind of each decoder layer (see `config.layers`)."""
+        if self.hybrid.layer_kinds is not None:
+            return list(self.hybrid.layer_kinds)
+        num_layers = self.model.num_layers or 0
+        if self.moe.num_experts is None:
+            return ["*-"] * num_layers
+        return ["*E" if holds else "*-" for holds in self.moe.expert_layers(num_layers)]
+
+
+def with_kinds(fields: Mapping[str, Any]) -> Fields:
+    """Return fields with those that follow from ``hybrid_layer_pattern``, if it is among them."""
+    pattern = fields.get("hybrid_layer_pattern")
+    if pattern is None:
+        return dict(fields)
+    from megatron_ext.text.hybrid import read_pattern
+
+    return {**fields, **read_pattern(pattern).fields()}
 
 
 SECTIONS = {**SHAPE_SECTIONS, **named((MoEConfig,))}
@@ -276,7 +318,7 @@ class Family:
                 1,
                 "use a model with 2 or more, since it divides the scores by their sum",
             )
-        return fields
+        return with_kinds(fields)
 
     def settings(self, gpt: Gpt) -> dict[str, Any]:
         """Return the entries of config.json that describe a model; the inverse of `fields`."""
@@ -312,7 +354,7 @@ class Family:
         """
         own = self.weights if self.weights_of is None else self.weights_of(gpt)
         forms = (own, *self.read_too)
-        tables = [change(form).table(gpt.model, vocab_size) for form in forms]
+        tables = [change(form).table(gpt, vocab_size) for form in forms]
         if shapes is None or len(tables) == 1:
             return tables[0]
         size = gpt.model.hidden_size or 0
@@ -325,7 +367,11 @@ def architecture_of(gpt: Gpt) -> Fields:
     moe = gpt.moe
     positions = gpt.positions
     values = gpt.values()
-    fields = {name: values[name] for name in SHAPE.split() if name not in FREE}
+    left_out = {*FREE, *FLAGS_OF_KINDS, *SIZES}
+    fields = {name: values[name] for name in SHAPE.split() if name not in left_out}
+    fields["layer_kinds"] = gpt.kinds
+    for letter in {mixer_of(kind) for kind in gpt.kinds} & SIZES_BY_LETTER.keys():
+        fields |= {name: values[name] for name in SIZES_BY_LETTER[letter]}
     # Without query groups each head is its own group.
     fields["num_query_groups"] = model.num_query_groups or model.num_attention_heads
     window = gpt.attention.window_size

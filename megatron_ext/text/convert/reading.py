@@ -459,7 +459,7 @@ def depths_in(tensors: Iterable[str], table: Table, model: HuggingFaceModel) -> 
     """
     if not (table.depth or model.raw.get("num_nextn_predict_layers")):
         return set()
-    return beyond_decoder(tensors, model.fields["num_layers"])
+    return beyond_decoder(tensors, table.end_of_decoder(model.fields["num_layers"]))
 
 
 _MASK = re.compile(r"\.(?:attn|attention)\.(?:bias|masked_bias)$")
@@ -513,11 +513,12 @@ def check_tensors(
                 "`tie_word_embeddings` true; say false."
             )
         extra.remove(head)
-    later = beyond_decoder(extra, model.fields["num_layers"])
+    layers = table.end_of_decoder(model.fields["num_layers"])
+    later = beyond_decoder(extra, layers)
     if later:
         raise CheckpointError(
             f"{source.folder} holds `{min(later)}`, but its config.json says that there are "
-            f"{model.fields['num_layers']} layers (`{model.family.key_of('num_layers')}`); mend "
+            f"{layers} layers (`{model.family.key_of('num_layers')}`); mend "
             "that entry, or save the model with fewer layers."
         )
     if extra:

@@ -36,7 +36,8 @@ class Part:
     """Consecutive rows of our parameter that come from one Hugging Face tensor.
 
     Attributes:
-        tensor: name of the tensor, with ``{layer}`` and ``{expert}`` in place of their numbers.
+        tensor: name of the tensor, with ``{layer}`` and ``{expert}`` in place of their numbers. The
+            number of an MLP that is a layer of its own is ``{mlp_layer}``.
         count: number of rows; None divides the rows of the parameter equally among its parts.
         start: index of the first of these rows in the tensor.
         step: distance between neighbouring rows in the tensor.
@@ -121,6 +122,8 @@ class Table:
             written, but not read.
         exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
         unused: beginnings of the names of tensors that have no place in our model.
+        layers: the numbers in the files of the mixer and of the MLP of each decoder layer, if they
+            are layers of their own there.
     """
 
     outer: Mapping[str, Parts]
@@ -129,6 +132,7 @@ class Table:
     copies: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    layers: Sequence[tuple[int, int]] = ()
 
     def is_exact(self, tensor: str) -> bool:
         """Tell whether a tensor stays in float32, whatever the model's dtype."""
@@ -137,11 +141,15 @@ class Table:
     def names_in(self, names: Collection[str]) -> int:
         """Return how many of the tensors ``names`` hold parts of parameters."""
         known = {
-            part.tensor.format(layer="*", expert="*")
+            part.tensor.format(layer="*", mlp_layer="*", expert="*")
             for parts in (*self.outer.values(), *self.layer.values(), *self.depth.values())
             for part in parts
         }
         return sum(_NUMBER.sub("*", name) in known for name in names)
+
+    def end_of_decoder(self, num_layers: int) -> int:
+        """Return how many layers the files have of a decoder with ``num_layers`` layers."""
+        return self.layers[-1][1] + 1 if self.layers else num_layers
 
     def turns(self, shapes: Mapping[str, Sequence[int]], hidden_size: int) -> bool:
         """Tell whether the tensors of all experts are stored as this table says: turned or not.
@@ -176,7 +184,8 @@ class Table:
             parts = tables[own.block].get(own.rest)
             # transformers numbers the depths of multi-token prediction after the decoder's layers.
             layer = own.layer + (0 if own.block == "decoder" else num_layers)
-            numbers = {"layer": layer, "expert": own.expert or 0}
+            mixer, mlp = self.layers[layer] if self.layers else (layer, layer)
+            numbers = {"layer": mixer, "mlp_layer": mlp, "expert": own.expert or 0}
         if parts is None:
             return None
         expert = numbers.get("expert")

@@ -11,12 +11,18 @@ the parameters that it has are looked up.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from megatron_ext.config.model import ModelConfig
+from megatron_ext.text.config.hybrid import MixerConfig
 from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, gated_qkv, grouped_qkv
+
+if TYPE_CHECKING:
+    from megatron_ext.text.convert.family import Gpt
 
 
 @dataclass(frozen=True)
@@ -25,10 +31,12 @@ class Sizes:
 
     Attributes:
         model: the sizes of its heads and layers.
+        mixer: the sizes of its mixers other than attention.
         vocab_size: number of rows of the embedding, without padding.
     """
 
     model: ModelConfig
+    mixer: MixerConfig
     vocab_size: int
 
 
@@ -166,6 +174,8 @@ class Weights:
         depth_copies: names of the tensors of a depth that are copies, each with its original.
         exact: suffixes of the names of tensors that stay in float32, whatever the model's dtype.
         unused: beginnings of the names of tensors that have no place in our model.
+        halves: whether a mixer and the MLP after it are layers of their own in the files, as in
+            Nemotron-H.
     """
 
     layers: str
@@ -175,6 +185,7 @@ class Weights:
     depth_copies: Mapping[str, str] = field(default_factory=dict)
     exact: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    halves: bool = False
 
     @classmethod
     def of(cls, layers: str, outer: Given, layer: Given) -> Weights:
@@ -192,6 +203,7 @@ class Weights:
         unused: tuple[str, ...] = (),
         without: Collection[str] = (),
         renamed: Mapping[str, str] | None = None,
+        halves: bool = False,
     ) -> Weights:
         """Return weights that differ from these in what is given.
 
@@ -202,6 +214,7 @@ class Weights:
             without: beginnings of our names of parameters that the family does not have.
             renamed: path within a tensor's name, such as ``self_attn`` or ``mlp.gate_proj`` -> the
                 path in its place. It applies to the tensors of the nearest family only.
+            halves: whether mixers and MLPs are layers of their own.
         """
         change = _renaming(renamed or {})
 
@@ -222,11 +235,12 @@ class Weights:
             copies | dict(depth_copies or {}),
             (*self.exact, *exact),
             (*self.unused, *unused),
+            self.halves or halves,
         )
 
-    def table(self, model: ModelConfig, vocab_size: int) -> Table:
+    def table(self, gpt: Gpt, vocab_size: int) -> Table:
         """Return the table of the rows of each parameter, for a model of the given sizes."""
-        sizes = Sizes(model, vocab_size)
+        sizes = Sizes(gpt.model, gpt.mixer, vocab_size)
 
         def filled(sources: Sources, before: str = "") -> dict[str, Parts]:
             return {
@@ -237,20 +251,39 @@ class Weights:
             }
 
         prefix = f"{self.layers}."
-        first = model.num_layers or 0
+        layer = filled(self.layer, prefix)
+        if self.halves:
+            of_mlps = {x: self.layer[x] for x in self.layer if x.startswith(_OF_MLPS)}
+            layer |= filled(of_mlps, prefix.replace("{layer}", "{mlp_layer}"))
+
+        first = gpt.model.num_layers or 0
         copies = {
             f"{self.layers.format(layer=number)}.{name}": original
-            for number in range(first, first + (model.mtp_num_layers or 0))
+            for number in range(first, first + (gpt.model.mtp_num_layers or 0))
             for name, original in self.depth_copies.items()
         }
         return Table(
             filled(self.outer),
-            filled(self.layer, prefix),
+            layer,
             filled(self.depth, prefix),
             copies,
             self.exact,
             self.unused,
+            numbers_of_halves(gpt.kinds) if self.halves else (),
         )
+
+
+_OF_MLPS = ("mlp.", "pre_mlp_layernorm.")
+"""Beginnings of our names of the parameters of a layer's MLP or experts."""
+
+
+def numbers_of_halves(kinds: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the numbers of the mixer and of the MLP of each layer, if each is a layer by itself.
+
+    A layer with one of them has its number twice. ``kinds`` are those of the layers.
+    """
+    ends = list(itertools.accumulate(map(len, kinds)))
+    return [(end - len(kind), end - 1) for kind, end in zip(kinds, ends, strict=True)]
 
 
 def _renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:

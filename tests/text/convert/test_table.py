@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext.config.model import ModelConfig
+from megatron_ext.text.config.hybrid import MixerConfig
 from megatron_ext.text.convert.table import (
     Part,
     Table,
@@ -95,7 +96,7 @@ def test_fused_rows_of_queries_keys_and_values(
     assert torch.equal(read(table, "decoder.layers.1.qkv", {"c": fused}, ours), ours)
     if columns:
         turned = fused_qkv_of("c", transposed=True)
-        sizes = Sizes(model_of(*shape), 0)
+        sizes = Sizes(model_of(*shape), MixerConfig(), 0)
         table = Table({}, {"qkv": turned.parts(sizes, is_matrix=True)})
         assert torch.equal(read(table, "decoder.layers.1.qkv", {"c": fused.t()}, ours), ours)
 
