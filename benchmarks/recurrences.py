@@ -56,9 +56,49 @@ def mamba2(length: int, *, heads: int, groups: int, chunk: int) -> dict[str, Run
     return {"ours": ours, "transformers": theirs}
 
 
+def delta_inputs(length: int, heads: int, key_heads: int, decays: int) -> list[Tensor]:
+    """Return queries, keys, values, log decays and beta; heads have 128 channels.
+
+    A head has one log decay, or that many.
+    """
+    unit = torch.nn.functional.normalize
+    queries, keys = (unit(torch.randn(1, length, key_heads, 128), dim=-1) for _ in range(2))
+    shape = (1, length, heads) if decays == 1 else (1, length, heads, decays)
+    rows = [queries, keys, torch.randn(1, length, heads, 128), -torch.rand(shape)]
+    return [x.requires_grad_() for x in (*rows, torch.rand(1, length, heads))]
+
+
+def gated_delta(length: int, *, heads: int, key_heads: int) -> dict[str, Run]:
+    """Return the recurrence of gated DeltaNet."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    from megatron_ext.layers.mixers.delta_rule import DeltaRule
+
+    inputs = delta_inputs(length, heads, key_heads, 1)
+    return {
+        "ours": lambda: DeltaRule(*inputs).outputs()[0],
+        "transformers": lambda: torch_chunk_gated_delta_rule(*inputs)[0],
+    }
+
+
+def kimi_delta(length: int, *, heads: int) -> dict[str, Run]:
+    """Return the recurrence of Kimi Delta Attention."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+    from megatron_ext.layers.mixers.delta_rule import DeltaRule
+
+    inputs = delta_inputs(length, heads, heads, 128)
+    return {
+        "ours": lambda: DeltaRule(*inputs).outputs()[0],
+        "transformers": lambda: chunk_kimi_delta_attention(*inputs)[0],
+    }
+
+
 CASES: dict[str, Callable[[int], dict[str, Run]]] = {
     "Mamba-2, 32 heads, 1 group (Bamba)": lambda s: mamba2(s, heads=32, groups=1, chunk=256),
     "Mamba-2, 32 heads, 8 groups (Nemotron-H)": lambda s: mamba2(s, heads=32, groups=8, chunk=128),
+    "gated DeltaNet, 16 / 32 heads (Qwen3-Next)": lambda s: gated_delta(s, heads=32, key_heads=16),
+    "Kimi Delta Attention, 4 heads (of 32)": lambda s: kimi_delta(s, heads=4),
 }
 """By name, what builds the two functions of a case for a length."""
 

@@ -32,8 +32,9 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.initialization import Initialize, initialize_split
 from megatron_ext.layers.masks import newest
-from megatron_ext.layers.mixers import delta_rule, state_passing
-from megatron_ext.layers.mixers.delta_rule import DeltaRule
+from megatron_ext.layers.mixers import state_passing
+from megatron_ext.layers.mixers.delta_kernels import delta_rule
+from megatron_ext.layers.mixers.delta_rule import step
 from megatron_ext.layers.mixers.documents import documents_of_mask
 from megatron_ext.layers.mixers.short_convolution import short_convolution
 from megatron_ext.layers.transformer_layer import WithBias
@@ -59,7 +60,7 @@ class Gates(NamedTuple):
     """What a token does to the state, and to its own output.
 
     Attributes:
-        decays: log decays ``[b, s, h]`` or ``[b, s, h, k]``, see `DeltaRule`.
+        decays: log decays ``[b, s, h]`` or ``[b, s, h, k]``, see `delta_rule.DeltaRule`.
         beta: ``[b, s, h]``.
         output: ``[b, s, h, v]``, the gate before its activation.
     """
@@ -248,7 +249,7 @@ class DeltaMixer(MegatronModule):  # type: ignore[misc]
         gates = self.gates(*rest)
         heads = self._unit_heads(convolved)
         segments = None if cut is None else cut.segments
-        rule = DeltaRule(*heads, gates.decays, gates.beta, segments=segments)
+        rule = delta_rule(*heads, gates.decays, gates.beta, segments)
         state = None
         if self.cp_group.size() > 1:
             state = state_passing.initial_states(*rule.summary(), self.cp_group, torch.matmul)
@@ -276,10 +277,10 @@ class DeltaMixer(MegatronModule):  # type: ignore[misc]
         heads = self._unit_heads(convolved)
         if state is not None and projected.size(1) == 1:
             tokens = (x[:, 0] for x in (*heads, gates.decays, gates.beta))
-            output, after = delta_rule.step(state, *tokens)
+            output, after = step(state, *tokens)
             output = output[:, None]
         else:
-            output, after = DeltaRule(*heads, gates.decays, gates.beta).outputs(state)
+            output, after = delta_rule(*heads, gates.decays, gates.beta).outputs(state)
         return self.out_norm(output, gates.output).flatten(2), (known, after)
 
     def _cut(self, documents: Tensor) -> _Documents:
