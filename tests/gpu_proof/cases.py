@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 import megatron_ext
-from megatron_ext.layers import causal_parts, latent_attention, norms, pointwise
+from megatron_ext.layers import (
+    attention_variants,
+    causal_parts,
+    latent_attention,
+    norms,
+    pointwise,
+)
 from megatron_ext.layers.fp8 import casting
 from megatron_ext.losses import softmax_kernels
 
@@ -226,6 +232,13 @@ TEXT = (
         ),
         (2, 4),
         (5.7, 5.41),
+    ),
+    Case(
+        "gates",
+        attention_variants.compiled_times_gate,
+        lambda: (half(S, 1, HEADS * D), half(S, 1, HEADS, D)),
+        (1, 1),
+        (3, 5),
     ),
     Case(
         "parts_of_attention",
