@@ -12,6 +12,7 @@ from megatron_ext.config.flags import SIZE
 from megatron_ext.errors import FlagError
 
 ATTENTION = "*"
+DENSE = "-"
 EXPERTS = "E"
 MIXERS = {
     ATTENTION: "attention",
@@ -21,7 +22,7 @@ MIXERS = {
     "D": "DeepSeek's sparse attention",
 }
 """Letters of the modules that mix the positions of a sequence, with their names."""
-MLPS = {"-": "an MLP", EXPERTS: "experts"}
+MLPS = {DENSE: "an MLP", EXPERTS: "experts"}
 """Letters of the modules that transform each position by itself, with their names."""
 
 
@@ -33,6 +34,11 @@ def mixer_of(kind: str) -> str:
 def mlp_of(kind: str) -> str:
     """Return the letter of the MLP or experts of a layer of this kind; "" if it has neither."""
     return kind[-1:] if kind[-1:] in MLPS else ""
+
+
+def has_experts(kind: str) -> bool:
+    """Return whether a layer of this kind has experts."""
+    return kind.endswith(EXPERTS)
 
 
 def read_pattern(text: str) -> int | list[int]:

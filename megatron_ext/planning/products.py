@@ -35,6 +35,11 @@ class Linear:
     gated: bool = False
 
     @property
+    def is_split(self) -> bool:
+        """Return whether its outputs or its inputs are sharded."""
+        return self.rows * self.columns > 1
+
+    @property
     def products(self) -> int:
         """Return the multiplications per token in the whole layer, on all ranks together."""
         return self.outputs * self.inputs

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_ext.config.flags import SHARE, SIZE, WEIGHT, derived, fixed_flag, flag, said_flag
+from megatron_ext.config.layers import ATTENTION, DENSE, EXPERTS
 from megatron_ext.config.run import LayerSection, RunConfig
+from megatron_ext.text.config.moe import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,23 @@ class MixerConfig(LayerSection):
         """Return the number of heads of a Mamba-2 layer."""
         wide = 2 * (config.model.hidden_size or 0)
         return self.mamba_num_heads or wide // self.mamba_head_dim
+
+
+def layer_kinds(config: RunConfig) -> tuple[str, ...]:
+    """Return the kind of each layer of the decoder in a resolved configuration.
+
+    Kinds are spelled as `config.layers` says.
+    """
+    kinds = config.section(HybridConfig).layer_kinds
+    if kinds is not None:
+        return kinds
+    holds = config.section(MoEConfig).expert_layers(config.model.num_layers or 0)
+    return tuple(ATTENTION + (EXPERTS if has else DENSE) for has in holds)
+
+
+def depth_kind(config: RunConfig) -> str:
+    """Return the kind of the layer of a depth of multi-token prediction; see `layer_kinds`."""
+    return config.section(HybridConfig).depth_kind or layer_kinds(config)[-1]
 
 
 LINEAR_SIZES = (

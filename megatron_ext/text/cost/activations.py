@@ -12,8 +12,10 @@ product runs in 8 bits (`layers.fp8`). A layer with a frozen weight keeps no inp
 adapter (`layers.lora`) does.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
+from megatron_ext.config.layers import ATTENTION, has_experts, mixer_of, mlp_of
 from megatron_ext.config.lora_targets import adapts
 from megatron_ext.planning.stages import (
     FP32,
@@ -309,9 +311,26 @@ class Activations(GptRun):
             transient = max(transient, shared.transient)
         return LayerBytes(kept, transient)
 
+    def mixed(self, letter: str) -> LayerBytes:
+        """Return the memory of the sequence mixer with this letter, its norm and its addition."""
+        sizes = self.sizes
+        kept = self.residual + self.input_norm() + self.output_norm()
+        kept += self.dropout(sizes.residual_tokens * sizes.h, self.config.model.hidden_dropout)
+        inner = self.mixers[letter].kept(self)
+        return LayerBytes(kept + inner.kept, self.residual + inner.transient)
+
+    def halves(self, kind: str) -> list[LayerBytes]:
+        """Return the memory of the parts of a layer of this kind: mixer, and MLP or experts."""
+        letter = mixer_of(kind)
+        found = []
+        if letter:
+            found.append(self.attention() if letter == ATTENTION else self.mixed(letter))
+        if mlp_of(kind):
+            found.append(self.mlp(has_experts(kind)))
+        return found
+
     def layer_bytes(self, number: int) -> LayerBytes:
-        experts = self.sizes.experts[number]
-        parts = in_order(self.attention(), self.mlp(experts))
+        parts = in_order(*self.halves(self.sizes.kinds[number]))
         return LayerBytes(parts.kept + self._linear_inputs(number), parts.transient)
 
     def _linear_inputs(self, number: int) -> int:
@@ -330,7 +349,7 @@ class Activations(GptRun):
         saved = self._inputs_of_frozen(inputs, number, attended=attended)
         if not (self.sizes.in_8_bits(fp8, number) and fp8.fp8_wgrad):
             return -saved * width
-        proj = inputs.pop("linear_proj")
+        proj = inputs.pop("linear_proj", 0)
         proj_kept = proj if attended else -proj * (width - 1)
         return proj_kept - sum(inputs.values()) * (width - 1) - saved
 
@@ -339,7 +358,7 @@ class Activations(GptRun):
 
         The arguments are those of `_adapters`, and the layer's number in the model.
         """
-        experts = ".experts" if self.sizes.experts[number] else ""
+        experts = ".experts" if has_experts(self.sizes.kinds[number]) else ""
         modules = {"linear_fc1": f"mlp{experts}", "linear_fc2": f"mlp{experts}"}
         return sum(
             numbers
@@ -374,22 +393,35 @@ class Activations(GptRun):
         numbers are those of one rank, and 0 in a recomputed MLP.
         """
         sizes = self.sizes
-        experts = self.sizes.experts[number]
-        hidden = sizes.residual_tokens * sizes.h
-        proj = sizes.tokens * sizes.n // sizes.tp * sizes.d
-        fc1 = hidden
+        kind = self.sizes.kinds[number]
+        letter = mixer_of(kind)
+        found: dict[str, int] = {}
+        if letter == ATTENTION:
+            found = self.attention_inputs()
+        elif letter:
+            found = self.mixers[letter].inputs(self)
+        if not mlp_of(kind):
+            return found
+        experts = has_experts(kind)
+        fc1 = sizes.residual_tokens * sizes.h
         fc2 = sizes.tokens * sizes.f // sizes.tp
         if experts:
             fc1 = self.routed * self.routed_hidden
             fc2 = self.routed * self.expert_width
         if self.recomputes("moe" if experts else "mlp"):
             fc1 = fc2 = 0
-        first = {"linear_qkv": hidden}
+        return {**found, "linear_fc1": fc1, "linear_fc2": fc2}
+
+    def attention_inputs(self) -> dict[str, int]:
+        """Return the number of elements in the inputs of attention's linear layers, by name."""
+        sizes = self.sizes
+        proj = sizes.tokens * sizes.n // sizes.tp * sizes.d
+        first = {"linear_qkv": sizes.residual_tokens * sizes.h}
         if sizes.latent is not None:
             # Two projections keep the hidden state: once in 16 bits, or each in 8.
             ranks = {"q": sizes.latent.query_rank, "kv": sizes.latent.rank}
             first = {f"linear_{x}_up_proj": sizes.residual_tokens * n for x, n in ranks.items()}
-        return {**first, "linear_proj": proj, "linear_fc1": fc1, "linear_fc2": fc2}
+        return {**first, "linear_proj": proj}
 
     def _adapters(self, number: int, *, attended: bool) -> int:
         """Return the bytes that LoRA adapters add, minus the inputs that frozen layers do not keep.
@@ -404,7 +436,7 @@ class Activations(GptRun):
         total = 0
         for kind, linear, rows in self.adapted(number):
             total += rows * inner_width(lora, kind, gated=linear.gated) * sizes.width
-        mlp = "mlp.experts" if sizes.experts[number] else "mlp"
+        mlp = "mlp.experts" if has_experts(sizes.kinds[number]) else "mlp"
         for name, numbers in self._inputs(number).items():
             kind = f"{mlp if 'fc' in name else 'self_attention'}.{name}"
             if adapts(lora, kind):
@@ -420,8 +452,9 @@ class Activations(GptRun):
         idle = self._idle(stage)
         if idle is None:
             # Its forward pass has the tensors of half a layer at a time.
-            halves = self.attention(), self.mlp(any(sizes.experts[n] for n in stage.layers))
-            return LayerBytes(0, self.residual + max(half.kept for half in halves))
+            kinds = {sizes.kinds[number] for number in stage.layers}
+            halves = [half.kept for kind in kinds for half in self.halves(kind)]
+            return LayerBytes(0, self.residual + max(halves, default=0))
         layers = self._layers(stage)
         layers[:idle] = [LayerBytes(0, 0)] * idle
         if self.config.offload.moves_activations:
@@ -437,10 +470,10 @@ class Activations(GptRun):
         if stage.final_norm:
             parts.append(LayerBytes(self.residual + norm, 2 * self.residual))
         # An MTP depth: two norms, a projection of both normed inputs together, a layer, a norm.
-        layer = in_order(self.attention(), self.mlp(sizes.experts[-1]))
+        layer = in_order(*self.halves(sizes.depth))
         depth = LayerBytes(layer.kept + 3 * norm + (3 + 2) * self.residual, layer.transient)
         if self.recomputes_depths:
-            tokens = self.kept_tokens if sizes.experts[-1] else 0
+            tokens = self.kept_tokens if has_experts(sizes.depth) else 0
             # The hidden states and the embeddings that the depth gets.
             depth = LayerBytes(2 * self.residual + tokens, depth.kept + depth.transient)
         parts += [depth] * stage.depths
@@ -449,12 +482,13 @@ class Activations(GptRun):
 
     def _layers(self, stage: Stage) -> list[LayerBytes]:
         """Return the memory of a stage's layers, or of groups of them that are recomputed."""
-        kinds = self.layer_kinds
-        counted = {kinds[x]: self.layer_bytes(x) for x, _ in self.unlike(stage.layers)}
-        layers = [counted[kinds[number]] for number in stage.layers]
+        costs = self.costs
+        counted = {costs[x]: self.layer_bytes(x) for x, _ in self.unlike(stage.layers)}
+        layers = [counted[costs[number]] for number in stage.layers]
         limit = len(self.run_again(stage))
         tokens = self.kept_tokens
-        besides = [tokens if self.sizes.experts[number] else 0 for number in stage.layers]
+        kinds = self.sizes.kinds
+        besides = [tokens if has_experts(kinds[number]) else 0 for number in stage.layers]
         return recomputed(layers, self.residual, size=self.group_size, limit=limit, besides=besides)
 
     def hosted(self, stage: Stage) -> int:
@@ -470,21 +504,30 @@ class Activations(GptRun):
         A zero-bubble schedule computes the gradients of inputs first and those of weights later.
         Until then the linear layers keep their inputs and the gradients of their outputs.
         """
+        kinds = Counter(self.sizes.kinds[number] for number in stage.layers)
+        return sum(count * self._deferred(kind) for kind, count in kinds.items())
+
+    def _deferred(self, kind: str) -> int:
+        """Return the bytes that `deferred` counts of a layer of this kind."""
         sizes = self.sizes
-        inner = 3 if self.config.model.gated else 2
-        heads = sizes.projected + sizes.n * sizes.d
-        attention = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h
-        if sizes.latent is not None:
-            small = 2 * sizes.latent.small - sizes.latent.rotated
-            attention += sizes.residual_tokens * small
+        letter = mixer_of(kind)
         num_values = 0
-        for layer in stage.layers:
+        if letter == ATTENTION:
+            heads = sizes.projected + sizes.n * sizes.d
+            num_values = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h
+            if sizes.latent is not None:
+                small = 2 * sizes.latent.small - sizes.latent.rotated
+                num_values += sizes.residual_tokens * small
+        elif letter:
+            num_values = self.mixers[letter].deferred(self)
+        if mlp_of(kind):
             tokens = sizes.tokens
             width = sizes.f // sizes.tp
-            if sizes.experts[layer]:
+            if has_experts(kind):
                 tokens = self.routed
                 width = self.expert_width
-            num_values += attention + tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
+            inner = 3 if self.config.model.gated else 2
+            num_values += tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
         return num_values * sizes.width
 
     def loss(self) -> LayerBytes:

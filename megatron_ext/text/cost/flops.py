@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megatron_ext.config.layers import ATTENTION, DENSE, has_experts, mixer_of, mlp_of
 from megatron_ext.config.lora_targets import adapts, trains_whole
 from megatron_ext.config.precision import Fp8Config
 from megatron_ext.config.run import RunConfig
@@ -18,9 +19,12 @@ from megatron_ext.text.config.attention import AttentionConfig
 from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
+from megatron_ext.text.cost.mixer import Mixer, mixers_of
 from megatron_ext.text.cost.products import (
     attention_matrices,
+    mixer_part,
     mlp_matrices,
+    mlp_part,
     token_products,
 )
 
@@ -40,7 +44,8 @@ class Sizes(Ranks):
             query groups, head size, padded vocabulary size.
         layers: number of decoder layers.
         depths: number of MTP depths (prediction modules).
-        experts: for each layer, whether it holds experts.
+        kinds: the kind of each layer (see `config.layers`).
+        depth: the kind of the layer of an MTP depth.
         latent: the sizes of multi-latent attention, with which d is the size of a head's value;
             None for other attention.
         gates: number of heads whose output a gate multiplies: n or 0.
@@ -55,7 +60,8 @@ class Sizes(Ranks):
     v: int
     layers: int
     depths: int
-    experts: tuple[bool, ...]
+    kinds: tuple[str, ...]
+    depth: str
     latent: LatentSizes | None = None
     gates: int = 0
 
@@ -139,18 +145,40 @@ class GptRun(Network):
         return self.scoring.windowed_layers(self.config.model)
 
     @cached_property
-    def layer_kinds(self) -> list[tuple[object, ...]]:
+    def costs(self) -> list[tuple[object, ...]]:
         """Return a key for each layer, which is the same for layers that cost the same.
 
-        It says whether the layer has experts, whether a window limits its attention, whether its
+        It has the kind of the layer, and says whether a window limits its attention, whether its
         linear layers multiply in 8 bits, and which parts that name it are frozen.
         """
         fp8 = self.config.fp8
         x = self.sizes
         return [
-            (experts, windowed, x.in_8_bits(fp8, number), *self._frozen(number))
-            for number, (experts, windowed) in enumerate(zip(x.experts, self.windowed, strict=True))
+            (kind, windowed, x.in_8_bits(fp8, number), *self._frozen(number))
+            for number, (kind, windowed) in enumerate(zip(x.kinds, self.windowed, strict=True))
         ]
+
+    @cached_property
+    def mixers(self) -> dict[str, Mixer]:
+        """Return the sequence mixers of the model other than attention, by their letters."""
+        return mixers_of(self.config)
+
+    def matrices(self, kind: str) -> list[Linear]:
+        """Return the linear layers of the sequence mixer of a layer of this kind."""
+        letter = mixer_of(kind)
+        if letter == ATTENTION:
+            return attention_matrices(self.config, self.sizes.tp)
+        return self.mixers[letter].matrices(self.sizes.tp) if letter else []
+
+    def kind_at(self, number: int) -> str:
+        """Return the kind of a layer, by its number; MTP depths follow the decoder's layers."""
+        x = self.sizes
+        return x.kinds[number] if number < x.layers else x.depth
+
+    def attends(self, kind: str) -> bool:
+        """Return whether the sequence mixer of a layer is attention of any kind."""
+        letter = mixer_of(kind)
+        return letter == ATTENTION or (letter != "" and self.mixers[letter].attends)
 
     @cached_property
     def frozen(self) -> "FrozenParts | None":
@@ -186,15 +214,16 @@ class GptRun(Network):
         """
         x = self.sizes
         gated = self.config.model.gated
-        for linear in attention_matrices(self.config, x.tp):
-            narrow = linear.name.endswith("_down_proj")
+        layer = self.kind_at(number)
+        for linear in self.matrices(layer):
             kind = f"self_attention.{linear.name}"
             if adapts(self.config.lora, kind):
-                yield kind, linear, x.residual_tokens if narrow else x.tokens
-        if self.recomputes("moe" if x.experts[number] else "mlp"):
+                yield kind, linear, x.tokens if linear.is_split else x.residual_tokens
+        experts = has_experts(layer)
+        if not mlp_of(layer) or self.recomputes("moe" if experts else "mlp"):
             return
         groups = {"mlp": (x.f, x.tp, x.tokens)}
-        if x.experts[number]:
+        if experts:
             shared = self.moe.moe_shared_expert_intermediate_size
             groups = {"mlp.experts": (self.expert_width * x.etp, x.etp, self.routed)}
             groups |= {"mlp.shared_experts": (shared, x.tp, x.tokens)} if shared else {}
@@ -212,9 +241,9 @@ class GptRun(Network):
         """Return one layer of each kind among ``layers``, and how many of them are of its kind."""
         first: dict[tuple[object, ...], int] = {}
         for number in layers:
-            first.setdefault(self.layer_kinds[number], number)
-        counts = Counter(self.layer_kinds[number] for number in layers)
-        return [(number, counts[kind]) for kind, number in first.items()]
+            first.setdefault(self.costs[number], number)
+        counts = Counter(self.costs[number] for number in layers)
+        return [(number, counts[cost]) for cost, number in first.items()]
 
     def run_again(self, stage: Stage) -> Sequence[int]:
         """Return the layers of a stage that the backward pass recomputes as a whole."""
@@ -295,7 +324,7 @@ class GptFlops(GptRun):
 
     def layer_flops(self, number: int) -> Flops:
         """Return the operations of decoder layer ``number`` (from 0), without recomputation."""
-        linear = self._linear(self.sizes.experts[number])
+        linear = self._linear(self.sizes.kinds[number])
         scores = self._scores(number)
         fp8 = self.config.fp8
         weights = self._trained(linear)
@@ -321,19 +350,22 @@ class GptFlops(GptRun):
         width = (self.moe.moe_ffn_hidden_size or x.f) * self.moe.moe_router_topk
         matrices = mlp_matrices(self.routed_hidden, width, gated=model.gated)
         routed = sum(m.products for m in matrices)
-        layers = [*(x.experts[number] for number in stage.layers), *x.experts[-1:] * stage.depths]
+        kinds = [*(x.kinds[number] for number in stage.layers), *[x.depth] * stage.depths]
         parts = self._products
-        around = parts["projections"] + parts["scores"]
-        total = sum(around + parts["experts" if has else "dense"] for has in layers)
+        total = 0
+        for kind in kinds:
+            names = [*mixer_part(kind).values(), mlp_part(kind)]
+            total += sum(parts[name] for name in names if name is not None)
         total += parts["depth"] * stage.depths + parts["logits"] * stage.head
-        share = routed * sum(layers) / max(1, total)
+        count = sum(map(has_experts, kinds))
+        share = routed * count / max(1, total)
         if self.keeps_tokens:
-            return sum(layers), share, 0
+            return count, share, 0
         again = stage.layers if self.recomputes("moe") else self.run_again(stage)
-        twice = sum(x.experts[number] for number in again)
+        twice = sum(has_experts(x.kinds[number]) for number in again)
         if self.recomputes_depths:
-            twice += x.experts[-1] * stage.depths
-        return sum(layers), share, twice
+            twice += has_experts(x.depth) * stage.depths
+        return count, share, twice
 
     def beside_exchanges(self, stage: Stage) -> "Work | None":
         if not self.moe.moe_shared_expert_overlap or self.sizes.ep == 1:
@@ -343,8 +375,8 @@ class GptFlops(GptRun):
         x = self.sizes
         width = self.moe.moe_shared_expert_intermediate_size or 0
         products = mlp_matrices(x.h, width, gated=self.config.model.gated)
-        layers = [n for n in stage.layers if x.experts[n]]
-        count = len(layers) + stage.depths * x.experts[-1]
+        layers = [n for n in stage.layers if has_experts(x.kinds[n])]
+        count = len(layers) + stage.depths * has_experts(x.depth)
         of_layer = MULTIPLY_AND_ADD * sum(m.products for m in products) * x.tokens / x.tp
         eight = bool(layers) and all(x.in_8_bits(self.config.fp8, number) for number in layers)
         return Work("linear", Phase.FORWARD, count * of_layer, width=1 if eight else x.width)
@@ -360,8 +392,11 @@ class GptFlops(GptRun):
         gated = self.config.model.gated
         each = cast_of(self.config.fp8.fp8_recipe)[0]
         wide = (2 if gated else 1) * x.f
-        attention = attention_matrices(self.config)
-        around = sum(layer.inputs + layer.outputs for layer in attention) + 2 * x.h
+        kind = x.kinds[number]
+        around = sum(linear.inputs + linear.outputs for linear in self.matrices(kind))
+        if not mlp_of(kind):
+            return around * each
+        around += 2 * x.h
         if self.joins_activation(number):
             # The kernels of `layers.fp8.kernels` read what the activation and its gradient read.
             return around * each + x.f * (6 if gated else 4) + wide * (5 if gated else 6)
@@ -377,10 +412,21 @@ class GptFlops(GptRun):
         changed = model.activation_func_clamp_value is not None or model.glu_linear_offset != 0
         plain = self.trains and not (model.has_mlp_bias or changed or self.block.xielu)
         given = fp8.fp8_recipe == "delayed" and fp8.fp8_wgrad and self.sizes.in_8_bits(fp8, number)
-        return given and plain and not self.sizes.experts[number]
+        return given and plain and mlp_of(self.sizes.kinds[number]) == DENSE
 
-    def _linear(self, experts: bool) -> float:
-        return self._on_rank("projections") + self._on_rank("experts" if experts else "dense")
+    def _linear(self, kind: str) -> float:
+        """Return one rank's forward operations of the linear layers of a layer of this kind."""
+        return self.mixer_flops(kind) + self.mlp_flops(kind)
+
+    def mixer_flops(self, kind: str) -> float:
+        """Return one rank's forward operations of the linear layers of a sequence mixer."""
+        part = mixer_part(kind).get("projections")
+        return 0.0 if part is None else self._on_rank(part)
+
+    def mlp_flops(self, kind: str) -> float:
+        """Return one rank's forward operations of the linear layers of an MLP or experts."""
+        part = mlp_part(kind)
+        return 0.0 if part is None else self._on_rank(part)
 
     def _trained(self, linear: float) -> float:
         """Return the operations for the weight gradients of linear layers.
@@ -399,17 +445,16 @@ class GptFlops(GptRun):
             width = inner_width(lora, kind, gated=linear.gated)
             # One matrix multiplies what a rank holds of the sequence, the other all that it gets.
             held = rows if ROUTED in f".{kind}" else min(rows, x.residual_tokens)
-            is_row = linear.name in ("linear_proj", "linear_fc2")
-            of_a, of_b = (rows, held) if is_row else (held, rows)
+            of_a, of_b = (rows, held) if linear.columns > 1 else (held, rows)
             inputs = linear.inputs // linear.columns
             total += width * (of_a * inputs + of_b * linear.outputs // linear.rows)
         return MULTIPLY_AND_ADD * total
 
     def _depth_flops(self) -> Flops:
         """Return the operations of one MTP depth without its logits, all in 16 or 32 bits."""
-        linear = self._linear(self.sizes.experts[-1]) + self._on_rank("depth")
-        scores = self._scores(self.sizes.layers - 1)
-        adapters = self._adapter_flops(self.sizes.layers - 1)
+        linear = self._linear(self.sizes.depth) + self._on_rank("depth")
+        scores = self._scores(self.sizes.layers)
+        adapters = self._adapter_flops(self.sizes.layers)
         weights = self._trained(linear) + adapters
         return Flops(linear + adapters, scores=scores, weights=weights)
 
@@ -446,22 +491,30 @@ class GptFlops(GptRun):
         The result is (operations of linear layers, operations of attention scores).
         """
         model = self.config.model
-        experts = self.sizes.experts[number]
+        kind = self.sizes.kinds[number]
         scores = self._scores(number)
         if model.recompute_granularity == "full":
-            return self._linear(experts), scores
+            return self._linear(kind), scores
         linear = 0.0
-        if self.recomputes("moe" if experts else "mlp"):
-            linear = self._on_rank("experts" if experts else "dense")
-        if self.sizes.latent is not None and self.recomputes("mla_up_proj"):
-            matrices = self.sizes.latent.matrices(self.sizes.tp)
+        if self.recomputes("moe" if has_experts(kind) else "mlp"):
+            linear = self.mlp_flops(kind)
+        attends = self.attends(kind)
+        latent = self.sizes.latent
+        if attends and latent is not None and self.recomputes("mla_up_proj"):
+            matrices = latent.matrices(self.sizes.tp)
             of_heads = sum(x.products for x in matrices if not x.name.endswith("down_proj"))
             linear += MULTIPLY_AND_ADD * of_heads * self.sizes.tokens / self.sizes.tp
-        return linear, scores if self.recomputes("core_attn") else 0.0
+        return linear, scores if attends and self.recomputes("core_attn") else 0.0
 
     def _scores(self, number: int) -> float:
-        """Return one rank's forward operations of attention scores in layer ``number`` (from 0)."""
-        return self._on_rank("windowed" if self.windowed[number] else "scores")
+        """Return one rank's forward operations of attention scores in layer ``number`` (from 0).
+
+        For another sequence mixer, return those of its products without weights. The layers of
+        MTP depths follow those of the decoder, and have the window of the last one.
+        """
+        windowed = self.windowed[min(number, self.sizes.layers - 1)]
+        part = mixer_part(self.kind_at(number), windowed=windowed).get("scores")
+        return 0.0 if part is None else self._on_rank(part)
 
     def _on_rank(self, part: str) -> float:
         """Return one rank's forward operations in a part of the model.

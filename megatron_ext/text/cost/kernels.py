@@ -9,29 +9,43 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron_ext.config.layers import ATTENTION, has_experts, mixer_of, mlp_of
 from megatron_ext.planning.kernels import Phase, Work, cast_of
+from megatron_ext.planning.network import ATTENTION_BACKWARD
 from megatron_ext.planning.stages import FP32, Stage
 from megatron_ext.text.cost.dispatch import cast_work
 from megatron_ext.text.cost.flops import WORD_EMBEDDING, GptFlops
 
-LAYER_KERNELS = {
-    ("linear", Phase.FORWARD): 4,
-    ("linear", Phase.INPUT): 4,
-    ("linear", Phase.WEIGHT): 4,
+ATTENTION_KERNELS = {
+    ("linear", Phase.FORWARD): 2,
+    ("linear", Phase.INPUT): 2,
+    ("linear", Phase.WEIGHT): 2,
     ("attention", Phase.FORWARD): 1,
     ("attention", Phase.INPUT): 3,
-    ("pointwise", Phase.FORWARD): 7,
-    ("pointwise", Phase.INPUT): 6,
-    ("plumbing", Phase.WEIGHT): 4,
+    ("pointwise", Phase.FORWARD): 3,
+    ("pointwise", Phase.INPUT): 1,
 }
-"""The number of kernels of a dense layer, by class and phase; used for layers with experts too.
+"""The number of kernels of attention, by class and phase; three split and rotate its inputs."""
+MLP_KERNELS = {
+    ("linear", Phase.FORWARD): 2,
+    ("linear", Phase.INPUT): 2,
+    ("linear", Phase.WEIGHT): 2,
+    ("pointwise", Phase.FORWARD): 1,
+    ("pointwise", Phase.INPUT): 1,
+}
+"""The number of kernels of an MLP; used for experts too. The pointwise one is the activation."""
+HALF_KERNELS = {
+    ("pointwise", Phase.FORWARD): 2,
+    ("pointwise", Phase.INPUT): 2,
+    ("plumbing", Phase.WEIGHT): 2,
+}
+"""The number of kernels around a mixer or an MLP: a norm and a residual addition.
 
-The seven pointwise kernels of the forward pass are the first norm, three kernels that split and
-rotate queries, keys and values, the residual addition with the second norm, the activation
-function, and the last residual addition. In the backward pass each norm takes two kernels. The
-kernels of the class "plumbing" cast the gradients of both norms' weights to float32 and add them to
-the gradient buffer.
+In the backward pass the norm takes two kernels. Those of the class "plumbing" cast the gradient of
+its weight to float32 and add it to the gradient buffer.
 """
+CLASSES = (*ATTENTION_KERNELS, ("plumbing", Phase.WEIGHT))
+"""Classes and phases of the kernels of a layer."""
 PASSES = 4
 """The number of kernels that run over a block of logits in the chunked cross-entropy.
 
@@ -73,24 +87,26 @@ def other_work(network: GptFlops, stage: Stage) -> list[Work]:
     x = network.sizes
     count = network.num_microbatches
     fp8 = network.config.fp8
-    again = Counter(network.layer_kinds[number] for number in network.run_again(stage))
+    again = Counter(network.costs[number] for number in network.run_again(stage))
     work: list[Work] = []
     for number, layers in network.unlike(stage.layers):
-        sent = cast_work(network) if x.experts[number] else []
-        computed = layer_work(network, x.experts[number], joins=network.joins_activation(number))
+        kind = x.kinds[number]
+        sent = cast_work(network) if has_experts(kind) else []
+        computed = layer_work(network, kind, joins=network.joins_activation(number))
         repeated = computed if network.keeps_tokens else [*computed, *sent]
-        times = again[network.layer_kinds[number]]
+        times = again[network.costs[number]]
         work += [part * times for part in _run_again(repeated) if times]
         of_layer = [*computed, *sent]
         if x.in_8_bits(fp8, number):
-            # Inputs and output gradients of four layers; once in a step their weights.
-            casts = 4 * cast_of(fp8.fp8_recipe)[1]
+            # Inputs and output gradients of linear layers; once in a step their weights.
+            linears = layer_kernels(network, kind)["linear", Phase.FORWARD]
+            casts = linears * cast_of(fp8.fp8_recipe)[1]
             of_layer.append(Work("casts", Phase.FORWARD, kernels=casts * (1 + 1 / count)))
             of_layer.append(Work("casts", Phase.INPUT, kernels=casts))
         work += [part * layers for part in of_layer]
     for _ in range(stage.depths):
-        sent = cast_work(network) if x.experts[-1] else []
-        computed = [*layer_work(network, x.experts[-1]), *_norms(network, 3)]
+        sent = cast_work(network) if has_experts(x.depth) else []
+        computed = [*layer_work(network, x.depth), *_norms(network, 3)]
         work += [*computed, *sent]
         if network.recomputes_depths:
             work += _run_again(computed if network.keeps_tokens else [*computed, *sent])
@@ -110,40 +126,95 @@ def _run_again(work: Sequence[Work]) -> list[Work]:
     return [replace(x, phase=Phase.INPUT) for x in work if x.phase is Phase.FORWARD]
 
 
-def layer_work(network: GptFlops, experts: bool, *, joins: bool = False) -> list[Work]:
-    """Return the kernels of one layer, one `Work` for each entry of `LAYER_KERNELS`.
+def layer_kernels(network: GptFlops, kind: str) -> Counter[tuple[str, Phase]]:
+    """Return the number of kernels of a layer of this kind, by class and phase.
 
-    Only the class "pointwise" gets a number of bytes here; the other classes have 0.
+    Of seven pointwise kernels of a plain layer's forward pass, one adds to the residual stream and
+    normalizes the sum.
+    """
+    count: Counter[tuple[str, Phase]] = Counter()
+    letter = mixer_of(kind)
+    if letter:
+        mixer = ATTENTION_KERNELS if letter == ATTENTION else network.mixers[letter].kernels
+        count.update(mixer)
+        count.update(HALF_KERNELS)
+    if mlp_of(kind):
+        count.update(MLP_KERNELS)
+        count.update(HALF_KERNELS)
+    if letter and mlp_of(kind):
+        count["pointwise", Phase.FORWARD] -= 1
+    return count
+
+
+def layer_work(network: GptFlops, kind: str, *, joins: bool = False) -> list[Work]:
+    """Return the kernels of one layer, one `Work` for each entry of `CLASSES`.
+
+    Only the class "pointwise" gets a number of bytes here, and only the class "attention" of a
+    mixer in chunks gets operations.
 
     Args:
-        experts: whether the layer has experts.
+        kind: the kind of the layer (see `config.layers`).
         joins: whether the kernel that casts to 8 bits also computes the activation. If so, the
             bytes of the activation are left out here, since they count as bytes of the cast.
     """
     x = network.sizes
-    model = network.config.model
     r = network.residual
-    qkv = x.tokens * x.projected // x.tp * x.width
+    letter = mixer_of(kind)
+    halves = bool(letter) + bool(mlp_of(kind))
+    # Forward, a norm moves 2 tensors and a sum 3, but a sum with the norm after it 4. Going back,
+    # each norm reads 3, one of them the gradient of the residual, and writes 1.
+    forward: float = (5 * halves - (halves == 2)) * r
+    backward: float = 4 * halves * r
+    chunks = 0.0
+    if letter == ATTENTION:
+        qkv = x.tokens * x.projected // x.tp * x.width
+        forward += 2 * qkv
+        backward += 2 * qkv
+    elif letter:
+        mixer = network.mixers[letter]
+        chunks = mixer.chunk_flops(network)
+        both = mixer.moved(network)
+        forward += both[0]
+        backward += both[1]
+    if mlp_of(kind):
+        both = _mlp_bytes(network, experts=has_experts(kind), joins=joins)
+        forward += both[0]
+        backward += both[1]
+    moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
+    flops = {
+        ("attention", Phase.FORWARD): chunks,
+        ("attention", Phase.INPUT): ATTENTION_BACKWARD * chunks,
+    }
+    graphed = network.config.cuda_graphs.cuda_graph_impl == "local"
+    counted = layer_kernels(network, kind)
+    return [
+        Work(
+            *which,
+            flops=flops.get(which, 0.0),
+            num_bytes=moved.get(which, 0),
+            kernels=counted[which],
+            width=x.width,
+            graphed=graphed,
+        )
+        for which in CLASSES
+    ]
+
+
+def _mlp_bytes(network: GptFlops, *, experts: bool, joins: bool) -> tuple[int, int]:
+    """Return the bytes that the pointwise kernels of an MLP move, forward and backward.
+
+    For ``joins`` see `layer_work`. Experts sort tokens there and back.
+    """
+    x = network.sizes
     f = x.tokens * x.f // x.tp * x.width
     routed = 0
     if experts:
         routed = network.routed * network.routed_hidden * x.width
         f = network.routed * network.expert_width * x.width
-    wide = 2 * f if model.gated else f
-    # Forward, a norm moves 2 tensors, the sum with the norm after it 4, the other sum 3. Going
-    # back, each norm reads 3, one of them the gradient of the residual, and writes 1. Experts
-    # sort tokens there and back.
-    forward = (2 + 4 + 3) * r + 2 * qkv + 4 * routed
-    backward = (4 + 4) * r + 2 * qkv + 4 * routed
-    if not joins:
-        forward = forward + wide + f
-        backward = backward + 2 * wide + f
-    moved = {("pointwise", Phase.FORWARD): forward, ("pointwise", Phase.INPUT): backward}
-    graphed = network.config.cuda_graphs.cuda_graph_impl == "local"
-    return [
-        Work(*which, num_bytes=moved.get(which, 0), kernels=count, graphed=graphed)
-        for which, count in LAYER_KERNELS.items()
-    ]
+    if joins:
+        return 4 * routed, 4 * routed
+    wide = 2 * f if network.config.model.gated else f
+    return 4 * routed + wide + f, 4 * routed + 2 * wide + f
 
 
 def _norms(network: GptFlops, count: int) -> list[Work]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config.layers import ATTENTION, has_experts, mixer_of, mlp_of
 from megatron_ext.config.lora_targets import kind_of
 from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.rules.parallel import mtp_stage, stages_of
@@ -24,7 +25,7 @@ from megatron_ext.planning.products import FORWARD_AND_BACKWARD, Linear
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.weights import Weight, is_linear, weights_of, with_frozen
 from megatron_ext.text.config.attention import AttentionConfig
-from megatron_ext.text.config.moe import MoEConfig
+from megatron_ext.text.config.hybrid import depth_kind, layer_kinds
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
 from megatron_ext.text.cost.flops import WORD_EMBEDDING, GptFlops, GptRun, Sizes
@@ -79,13 +80,13 @@ class Parameters(GptRun):
         fp8 = self.config.fp8
         weights = list(self._embedding(stage))
         for position, number in enumerate(stage.layers):
-            layer = self._layer_weights(f"decoder.layers.{position}", self.sizes.experts[number])
+            layer = self._layer_weights(f"decoder.layers.{position}", self.sizes.kinds[number])
             # ``--fp8-param-gather`` holds the matrices of 8-bit layers in 8 bits.
             if fp8.fp8_param_gather and self.sizes.in_8_bits(fp8, number):
                 layer = [replace(w, fp8=is_linear(w.name)) for w in layer]
             weights += layer
         if stage.final_norm:
-            weights += self._norm_weights("decoder.final_layernorm")
+            weights += self.norm_weights("decoder.final_layernorm")
         for depth in range(stage.depths):
             weights += self._depth_weights(f"mtp.layers.{depth}")
         x = self.sizes
@@ -114,7 +115,7 @@ class Parameters(GptRun):
             count = positions.max_position_embeddings or 0
             yield Weight("embedding.position_embeddings.weight", count * x.h)
 
-    def _norm_weights(self, name: str, size: int | None = None) -> Iterator[Weight]:
+    def norm_weights(self, name: str, size: int | None = None) -> Iterator[Weight]:
         if not self.block.norm_elementwise_affine:
             return
         size = self.sizes.h if size is None else size
@@ -123,28 +124,36 @@ class Parameters(GptRun):
             yield Weight(f"{name}.bias", size)
 
     def _input_norm_weights(self, name: str) -> Iterator[Weight]:
-        return iter(()) if self.block.reordered_norm else self._norm_weights(name)
+        return iter(()) if self.block.reordered_norm else self.norm_weights(name)
 
-    def _layer_weights(self, name: str, experts: bool) -> list[Weight]:
-        weights = list(self._input_norm_weights(f"{name}.input_layernorm"))
-        weights += self._attention_weights(f"{name}.self_attention")
-        if not self.block.shared_input_norm:
+    def _layer_weights(self, name: str, kind: str) -> list[Weight]:
+        weights: list[Weight] = []
+        letter = mixer_of(kind)
+        if letter:
+            weights += self._input_norm_weights(f"{name}.input_layernorm")
+        if letter == ATTENTION:
+            weights += self.attention_weights(f"{name}.self_attention")
+        elif letter:
+            weights += self.mixers[letter].weights(self, f"{name}.self_attention")
+        if mlp_of(kind) and not self.block.shared_input_norm:
             weights += self._input_norm_weights(f"{name}.pre_mlp_layernorm")
-        if experts:
+        if has_experts(kind):
             weights += self._expert_weights(f"{name}.mlp")
-        else:
+        elif mlp_of(kind):
             bias = self.config.model.has_mlp_bias
             mlp = self._mlp(self.sizes.f, self.sizes.tp, bias=bias)
-            weights += self._linear_weights(f"{name}.mlp", mlp)
+            weights += self.linear_weights(f"{name}.mlp", mlp)
             if self.block.xielu:
                 names = (f"{name}.mlp.activation_func.alpha_{x}" for x in "pn")
                 weights += [Weight(each, 1) for each in names]
         if self.normalizes_outputs:
-            weights += self._norm_weights(f"{name}.post_self_attn_layernorm")
-            weights += self._norm_weights(f"{name}.post_mlp_layernorm")
+            if letter:
+                weights += self.norm_weights(f"{name}.post_self_attn_layernorm")
+            if mlp_of(kind):
+                weights += self.norm_weights(f"{name}.post_mlp_layernorm")
         return weights
 
-    def _linear_weights(self, name: str, linears: Sequence[Linear]) -> list[Weight]:
+    def linear_weights(self, name: str, linears: Sequence[Linear]) -> list[Weight]:
         """Return the parameters of ``linears``; ``name`` is the path of the module that holds them.
 
         Names of parameters begin with this path.
@@ -152,13 +161,14 @@ class Parameters(GptRun):
         lora = self.config.lora
         return [weight for x in linears for weight in weights_of(x, lora, f"{name}.")]
 
-    def _attention_weights(self, name: str) -> list[Weight]:
+    def attention_weights(self, name: str) -> list[Weight]:
+        """Return the parameters of an attention module whose path is ``name``."""
         x = self.sizes
         model = self.config.model
         weights: list[Weight] = []
         if self.scoring.softmax_type == "learnable":
             weights.append(Weight(f"{name}.core_attention.softmax_offset", x.n // x.tp, x.tp))
-        weights += self._linear_weights(name, attention_matrices(self.config, x.tp))
+        weights += self.linear_weights(name, attention_matrices(self.config, x.tp))
         if self.block.qk_layernorm_all_heads:
             for part, heads in (("q", x.n), ("k", x.g)):
                 weights.append(Weight(f"{name}.{part}_norm.weight", heads * x.d // x.tp, x.tp))
@@ -169,7 +179,7 @@ class Parameters(GptRun):
             norms = {"q": x.latent.query_rank, "kv": x.latent.rank}
         for part, size in norms.items():
             if model.qk_layernorm and size:
-                weights += self._norm_weights(f"{name}.{part}_layernorm", size)
+                weights += self.norm_weights(f"{name}.{part}_layernorm", size)
         return weights
 
     def _mlp(
@@ -191,32 +201,32 @@ class Parameters(GptRun):
         count = moe.num_experts or 0
         width = moe.moe_ffn_hidden_size or x.f
         router = Linear("router", count, x.h, bias=self.config.model.add_bias_linear)
-        weights = self._linear_weights(name, [router])
+        weights = self.linear_weights(name, [router])
         layout = {"copies": x.ep, "expert": x.ep > 1 or x.etp != x.tp}
         mlp = self._mlp(width, x.etp, hidden=self.routed_hidden, **layout)
         for expert in range(count // x.ep):
-            weights += self._linear_weights(f"{name}.experts.local_experts.{expert}", mlp)
+            weights += self.linear_weights(f"{name}.experts.local_experts.{expert}", mlp)
         shared = moe.moe_shared_expert_intermediate_size
         if shared:
             if moe.moe_shared_expert_gate:
                 gate = Weight(f"{name}.shared_experts.gate_weight", x.h, matrix=(1, x.h))
                 weights.append(gate)
-            weights += self._linear_weights(f"{name}.shared_experts", self._mlp(shared, x.tp))
+            weights += self.linear_weights(f"{name}.shared_experts", self._mlp(shared, x.tp))
         if moe.moe_latent_size:
-            weights += self._linear_weights(name, latent_matrices(x.h, moe.moe_latent_size))
+            weights += self.linear_weights(name, latent_matrices(x.h, moe.moe_latent_size))
         return weights
 
     def _depth_weights(self, name: str) -> list[Weight]:
         """Return the parameters of the MTP depth whose module has the path ``name``.
 
-        The depth's transformer layer has the same parameters as the last decoder layer.
+        The depth's transformer layer has the same parameters as a decoder layer of its kind.
         """
         x = self.sizes
-        weights = [*self._norm_weights(f"{name}.enorm"), *self._norm_weights(f"{name}.hnorm")]
+        weights = [*self.norm_weights(f"{name}.enorm"), *self.norm_weights(f"{name}.hnorm")]
         both = Linear("eh_proj", x.h, 2 * x.h, rows=x.tp, bias=False)
-        weights += self._linear_weights(name, [both])
-        weights += self._layer_weights(f"{name}.transformer_layer", x.experts[-1])
-        weights += self._norm_weights(f"{name}.final_layernorm")
+        weights += self.linear_weights(name, [both])
+        weights += self._layer_weights(f"{name}.transformer_layer", x.depth)
+        weights += self.norm_weights(f"{name}.final_layernorm")
         return weights
 
 
@@ -246,7 +256,8 @@ class GptNetwork(Parameters, Activations, GptFlops):
             v=model.padded_vocab_size,
             layers=model.num_layers or 0,
             depths=model.mtp_num_layers or 0,
-            experts=tuple(config.section(MoEConfig).expert_layers(model.num_layers or 0)),
+            kinds=layer_kinds(config),
+            depth=depth_kind(config),
             latent=LatentSizes.of(config),
             gates=n if config.section(AttentionConfig).attention_output_gate else 0,
         )
@@ -258,7 +269,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
             return kept
         widths = {
             kind_of(weight.name.partition(".lora.")[0]): weight.numel
-            for weight in self._layer_weights("0", self.sizes.experts[number])
+            for weight in self._layer_weights("0", self.sizes.kinds[number])
             if weight.name.endswith(".lora.magnitude")
         }
         for kind, _, rows in self.adapted(number):
@@ -273,8 +284,8 @@ class GptNetwork(Parameters, Activations, GptFlops):
         if self.config.lora.lora_quantize_weights is None:
             return found
         # One weight at a time is restored from 4 bits.
-        weights = self._layer_weights("0", self.sizes.experts[number])
-        largest = max(weight.numel for weight in weights if is_linear(weight.name))
+        weights = self._layer_weights("0", self.sizes.kinds[number])
+        largest = max((x.numel for x in weights if is_linear(x.name)), default=0)
         return LayerBytes(found.kept, found.transient + largest * self.sizes.width)
 
     @property
@@ -315,18 +326,19 @@ class GptNetwork(Parameters, Activations, GptFlops):
             return whole
         from megatron_ext.planning.frozen import trained_share, without_frozen
 
-        attention = self._on_rank("projections")
-        mlp = self._on_rank("experts" if self.sizes.experts[number] else "dense")
+        kind = self.sizes.kinds[number]
+        mixer = self.mixer_flops(kind)
+        mlp = self.mlp_flops(kind)
         layer = self.weights(Stage.of_layers((number,), 1, 3))
         shares = [
             trained_share(x for x in layer if part in x.name)
             for part in (".self_attention.", ".mlp.")
         ]
-        share = (attention * shares[0] + mlp * shares[1]) / (attention + mlp)
+        share = (mixer * shares[0] + mlp * shares[1]) / (mixer + mlp)
         return without_frozen(whole, share)
 
     def kind(self, stage: Stage) -> Hashable:
-        layers = tuple(self.layer_kinds[number] for number in stage.layers)
+        layers = tuple(self.costs[number] for number in stage.layers)
         return layers, stage.depths, stage.embedding, stage.final_norm, stage.head
 
     def fp8_weights(self, stage: Stage) -> int:
@@ -361,39 +373,47 @@ class GptNetwork(Parameters, Activations, GptFlops):
     def traffic(self, stage: Stage) -> Volume:
         x = self.sizes
         gathers = stage.embedding + stage.depths + (1 + x.depths) * stage.head
-        total = Volume(2 * self._gather() * gathers, pipeline=self.messages(stage))
+        total = Volume(2 * self.gather() * gathers, pipeline=self.messages(stage))
         limit = len(self.run_again(stage))
-        layers = Counter((x.experts[n], place < limit) for place, n in enumerate(stage.layers))
-        layers[x.experts[-1], self.recomputes_depths] += stage.depths
-        for (experts, again), count in layers.items():
-            total += self.layer_traffic(experts, again=again) * count
+        layers = Counter((x.kinds[n], place < limit) for place, n in enumerate(stage.layers))
+        layers[x.depth, self.recomputes_depths] += stage.depths
+        for (kind, again), count in layers.items():
+            total += self.layer_traffic(kind, again=again) * count
         return total
 
-    def layer_traffic(self, experts: bool, *, again: bool = True) -> Volume:
-        """Return the bytes that a rank sends for one layer and micro-batch.
+    def layer_traffic(self, kind: str, *, again: bool = True) -> Volume:
+        """Return the bytes that a rank sends for one layer of a kind and one micro-batch.
 
-        The bytes of forward and backward pass are added. ``experts`` tells whether the layer has
-        experts, and ``again`` whether full recomputation, if asked for, includes the layer.
+        The bytes of forward and backward pass are added. ``again`` tells whether full
+        recomputation, if asked for, includes the layer.
         """
         x = self.sizes
-        gather = self._gather()
-        # Multi-latent attention gathers its small vectors instead of its input.
-        entering = gather if x.latent is None else gather * x.latent.small / x.h
+        gather = self.gather()
+        letter = mixer_of(kind)
+        entering = context = 0.0
+        if letter == ATTENTION:
+            # Multi-latent attention gathers its small vectors instead of its input.
+            entering = gather if x.latent is None else gather * x.latent.small / x.h
+            context = self.context()
+        elif letter:
+            entering = self.mixers[letter].gathers(self)
+            context = self.mixers[letter].context(self)
+        dense = bool(mlp_of(kind)) and not has_experts(kind)
         forward = Volume(
-            tensor=entering + (1 if experts else 3) * gather,
-            context=self._context(),
+            tensor=entering + (bool(letter) + 2 * dense) * gather,
+            context=context,
         )
         # Under sequence parallelism the inputs of two matrices are gathered once more.
-        backward = forward + Volume(tensor=entering + (0 if experts else 1) * gather)
+        backward = forward + Volume(tensor=entering + dense * gather)
         if not x.sequence_parallel:
             backward = forward
         full = again and self.config.model.recompute_granularity == "full"
         total = forward + backward
         if full:
             total += forward
-        elif self.recomputes("core_attn"):
+        elif self.attends(kind) and self.recomputes("core_attn"):
             total += Volume(context=forward.context)
-        if experts:
+        if has_experts(kind):
             from megatron_ext.text.cost.dispatch import dispatched, dispatched_again
 
             total += dispatched(self) + dispatched(self, backward=True)
@@ -401,7 +421,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
                 total += dispatched_again(self)
         return total
 
-    def _gather(self) -> float:
+    def gather(self) -> float:
         """Return the bytes that a rank sends in one all-gather of hidden states ``[s, b, h]``.
 
         The ranks of its tensor-parallel group gather them.
@@ -409,8 +429,11 @@ class GptNetwork(Parameters, Activations, GptFlops):
         x = self.sizes
         return ring(x.tp) * x.tokens * x.h * x.width
 
-    def _context(self) -> float:
-        """Return the bytes that a rank sends for context parallelism in a layer's forward pass."""
+    def context(self) -> float:
+        """Return the bytes that a rank sends for context parallelism in attention's forward pass.
+
+        They are keys and values, or those of some heads and queries.
+        """
         x = self.sizes
         tokens = x.tokens * x.width // x.tp
         both = x.key + x.d

@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_ext.config.layers import ATTENTION, has_experts, mixer_of, mlp_of
 from megatron_ext.planning.stages import FP32, INT64, LayerBytes, Stage
+
+OF_MIXER = "qkv_linear", "core_attn", "attn_proj"
+"""Values of ``--offload-modules`` that name parts of attention."""
 
 Activations = Any
 """A `text.cost.activations.Activations`, which imports this module."""
@@ -19,7 +23,7 @@ Activations = Any
 def with_moved(run: Activations, layers: Sequence[LayerBytes], stage: Stage) -> list[LayerBytes]:
     """Return the device memory of a stage's layers, or recomputed groups of layers."""
     if run.config.offload.fine_grained_activation_offloading:
-        away = [_parts(run, run.sizes.experts[number])[0] for number in stage.layers]
+        away = [_parts(run, run.sizes.kinds[number])[0] for number in stage.layers]
         return _without(layers, away)
     count = _count(run, stage, len(layers))
     again = _recomputed(run, stage)
@@ -38,8 +42,8 @@ def with_moved(run: Activations, layers: Sequence[LayerBytes], stage: Stage) -> 
 def hosted(run: Activations, layers: Sequence[LayerBytes], stage: Stage) -> int:
     """Return the bytes on the host for a micro-batch; for ``layers`` see `with_moved`."""
     if run.config.offload.fine_grained_activation_offloading:
-        numbers = [*stage.layers, *[-1] * stage.depths]
-        return sum(_parts(run, run.sizes.experts[number])[1] for number in numbers)
+        kinds = [*(run.sizes.kinds[n] for n in stage.layers), *[run.sizes.depth] * stage.depths]
+        return sum(_parts(run, kind)[1] for kind in kinds)
     again = _recomputed(run, stage)
     moved = layers[: _count(run, stage, len(layers))]
     return sum(run.residual if i < again else layer.kept for i, layer in enumerate(moved))
@@ -88,7 +92,7 @@ def _stays(run: Activations, layer: LayerBytes) -> int:
         return layer.kept
     small = [(rows, FP32), (rows, FP32)] * 4  # means and deviations of up to four norms
     small.append((sizes.tokens * sizes.n // sizes.tp, FP32))  # the log-sum-exp of attention
-    if any(sizes.experts):
+    if any(map(has_experts, sizes.kinds)):
         count = run.moe.num_experts or 1
         small += [(rows * count, 2 * FP32), (rows * run.moe.moe_router_topk, INT64 + FP32)]
         small += [(run.routed, INT64 + FP32), (rows * sizes.ep * sizes.etp * count, FP32 + 1)]
@@ -96,11 +100,13 @@ def _stays(run: Activations, layer: LayerBytes) -> int:
     return min(layer.kept, least)
 
 
-def _parts(run: Activations, experts: bool) -> tuple[int, int]:
-    """Return the bytes that the named parts of a layer move: at least, and at most."""
+def _parts(run: Activations, kind: str) -> tuple[int, int]:
+    """Return the bytes that the named parts of a layer of a kind move: at least, and at most."""
     sizes = run.sizes
     names = run.config.offload.offload_modules
     residual = run.residual
+    experts = has_experts(kind)
+    letter = mixer_of(kind)
     normed = residual + run.norm(sizes.residual_tokens, sizes.h)
     of_head = sizes.tokens * sizes.d * sizes.width
     queries = of_head * sizes.n // sizes.tp
@@ -122,6 +128,12 @@ def _parts(run: Activations, experts: bool) -> tuple[int, int]:
         "expert_fc1": (permuted, permuted),
         "moe_act": (activated, inner + activated),
     }
+    if letter != ATTENTION:
+        for name in OF_MIXER:
+            bounds[name] = run.mixers[letter].hosted(run, name) if letter else (0, 0)
+        bounds["attn_norm"] = (residual, normed) if letter else (0, 0)
+    if not mlp_of(kind):
+        bounds["mlp_norm"] = (0, 0)
     chosen = [bounds[name] for name in names]
     least = sum(low for low, _ in chosen)
     if not _moves_inputs(run):

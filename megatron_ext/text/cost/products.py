@@ -7,11 +7,14 @@ pass, since the backward pass takes twice as many operations.
 
 from typing import Any
 
+from megatron_ext.config.layers import ATTENTION, has_experts, mixer_of, mlp_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
 from megatron_ext.text.config.attention import AttentionConfig
+from megatron_ext.text.config.hybrid import depth_kind, layer_kinds
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
+from megatron_ext.text.cost.mixer import mixers_of
 
 
 def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
@@ -80,6 +83,8 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
     - ``experts``: the routed and shared experts that one token passes, in a layer
     - ``depth``: the projection before the layer of an MTP depth
     - ``logits``: the output layer
+    - ``M projections``, ``M scores`` and so on: the linear layers of each other sequence mixer of
+      the model, and the rest of its products, by its letter
     """
     model = config.model
     moe = config.section(MoEConfig)
@@ -104,7 +109,28 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
         "experts": sum(x.products for x in experts),
         "depth": 2 * h * h,
         "logits": h * (model.padded_vocab_size or 0),
+        **{f"{letter} projections": mixer.products for letter, mixer in mixers_of(config).items()},
+        **{f"{letter} scores": mixer.mixing for letter, mixer in mixers_of(config).items()},
     }
+
+
+def mixer_part(kind: str, *, windowed: bool = False) -> dict[str, str]:
+    """Return the keys of `token_products` for the sequence mixer of a layer of this kind.
+
+    They are "projections" for its linear layers and "scores" for its other products; none if the
+    layer has no sequence mixer. ``windowed`` says whether a window limits attention.
+    """
+    letter = mixer_of(kind)
+    if letter == ATTENTION:
+        return {"projections": "projections", "scores": "windowed" if windowed else "scores"}
+    return {part: f"{letter} {part}" for part in ("projections", "scores") if letter}
+
+
+def mlp_part(kind: str) -> str | None:
+    """Return the key of `token_products` for the MLP or experts of a layer; None without."""
+    if has_experts(kind):
+        return "experts"
+    return "dense" if mlp_of(kind) else None
 
 
 def _keys_in_window(config: RunConfig) -> int:
@@ -134,13 +160,13 @@ def flops_per_sample(config: RunConfig) -> float:
     attention = config.section(AttentionConfig)
     products = token_products(config, gated=model.swiglu)
     depths = model.mtp_num_layers or 0
-    layers = config.section(MoEConfig).expert_layers(model.num_layers or 0)
-    layers += layers[-1:] * depths
+    kinds = [*layer_kinds(config), *[depth_kind(config)] * depths]
     windowed = attention.windowed_layers(model)
     windowed += windowed[-1:] * depths
-    per_token = len(layers) * products["projections"]
-    per_token += sum(products["windowed" if has else "scores"] for has in windowed)
-    per_token += sum(products["experts" if experts else "dense"] for experts in layers)
+    per_token = 0
+    for kind, has in zip(kinds, windowed, strict=True):
+        parts = [*mixer_part(kind, windowed=has).values(), mlp_part(kind)]
+        per_token += sum(products[part] for part in parts if part is not None)
     per_token += depths * (3 * (model.hidden_size or 0) + products["depth"])
     per_token += products["logits"] * (depths + 1)
     sequence = model.seq_length or 0

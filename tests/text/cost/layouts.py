@@ -61,6 +61,10 @@ MORE = {
     "--use-distributed-optimizer --nproc-per-node 2",
     "mtp1 pp2": "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --nproc-per-node 2 "
     "--use-distributed-optimizer",
+    "one part tp2sp": "--hybrid-layer-pattern **--E --num-experts 4 --moe-ffn-hidden-size 96 "
+    "--sandwich-norm --tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
+    "one part pp2 mtp1": "--hybrid-layer-pattern *-|*--/* --pipeline-model-parallel-size 2 "
+    "--num-layers 3 --use-distributed-optimizer --nproc-per-node 2",
     "zbv": "--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --nproc-per-node 2",
     "uneven": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
     "--nproc-per-node 2",

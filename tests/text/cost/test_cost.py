@@ -148,7 +148,7 @@ def test_tensor_parallel_messages_of_a_layer() -> None:
     tensor = 8192 * 4096 * 2
     for flags, passes in (("", 8), ("--sequence-parallel", 10)):
         network = layouts.llama_network(f"--tensor-model-parallel-size 4 {flags}")
-        layer = network.layer_traffic(experts=False)
+        layer = network.layer_traffic("*-")
         assert layer.tensor == passes * 3 / 4 * tensor
         assert layer.context == layer.expert == 0
 

@@ -109,7 +109,7 @@ def test_kept_tokens_save_the_exchanges_of_the_second_forward_pass(
     )
     exchanged = dispatched(plain)
     for network, times in ((plain, 2), (twice, 3), (once, 2)):
-        found = network.layer_traffic(experts=True)
+        found = network.layer_traffic("*E")
         assert found.expert == pytest.approx(times * exchanged.expert)
         assert found.expert_in_node == pytest.approx(times * exchanged.expert_in_node)
     assert kept_tokens(twice) == 0
@@ -120,7 +120,7 @@ def test_kept_tokens_save_the_exchanges_of_the_second_forward_pass(
         # 4 ranks have 2 experts each, whose scores come along; those of 4 experts come to a node.
         rows = 4 * enumerated(2, 1, 1) * (row + 2 * x.width) + 2 * enumerated(4, 1, 1) * 4 * x.width
     assert kept_tokens(once) == pytest.approx(x.tokens * (rows + EXPERTS + output * row), rel=1e-6)
-    layers = len(once.sizes.experts)
+    layers = len(once.sizes.kinds)
     (stage,) = once.stages()
     more = once.activations(stage).kept - twice.activations(stage).kept
     assert more == layers * kept_tokens(once)
@@ -161,8 +161,8 @@ def test_rows_in_8_bits_take_half_the_way_to_their_experts(
         kept = 4 * enumerated(2, 1, 1)
     for network, times in ((there, 1), (both, 2)):
         for kind, count in copies.items():
-            less = getattr(plain.layer_traffic(experts=True), kind)
-            less -= getattr(network.layer_traffic(experts=True), kind)
+            less = getattr(plain.layer_traffic("*E"), kind)
+            less -= getattr(network.layer_traffic("*E"), kind)
             assert less == pytest.approx(times * count * x.tokens * saved)
         less = kept_tokens(plain) - kept_tokens(network)
         assert less == pytest.approx(kept * x.tokens * saved, rel=1e-6)

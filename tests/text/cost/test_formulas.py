@@ -440,7 +440,7 @@ def test_a_depth_has_three_norms_and_reads_the_embedding() -> None:
         network = llama_network(one)
         layer = sum(
             work.num_bytes
-            for work in layer_work(network, False)
+            for work in layer_work(network, "*-")
             if (work.kind, work.phase) == ("pointwise", phase)
         )
         for fewer, more in ((none, one), (one, two)):
@@ -544,11 +544,11 @@ def test_context_parallel_ranks_send_keys_around_or_trade_heads() -> None:
     for more, key in (("", D), (LATENT, KEY)):
         groups = G if not more else N
         sent = llama_network(f"{more} --context-parallel-size 4 --cp-comm-type p2p")
-        assert sent._context() == 3 * tokens * groups * (key + VALUE) * 2
+        assert sent.context() == 3 * tokens * groups * (key + VALUE) * 2
         traded = llama_network(f"{more} --context-parallel-size 4 --cp-comm-type a2a")
-        assert traded._context() == 3 / 4 * tokens * (N + groups) * (key + VALUE) * 2
+        assert traded.context() == 3 / 4 * tokens * (N + groups) * (key + VALUE) * 2
     split = llama_network("--context-parallel-size 4 --tensor-model-parallel-size 2")
-    assert split._context() == 3 * tokens * G * 2 * D * 2 / 2
+    assert split.context() == 3 * tokens * G * 2 * D * 2 / 2
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
@@ -563,20 +563,20 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 
 def test_recomputed_passes_send_their_messages_again() -> None:
     more = "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel"
-    plain = llama_network(more).layer_traffic(experts=False)
+    plain = llama_network(more).layer_traffic("*-")
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    whole = llama_network(f"{more} {full}").layer_traffic(experts=False)
+    whole = llama_network(f"{more} {full}").layer_traffic("*-")
     gather = 3 / 4 * TENSOR / 2
     assert (plain.tensor, whole.tensor) == (10 * gather, 14 * gather)
     assert whole.context == 3 / 2 * plain.context
     selective = llama_network(f"{more} --recompute-granularity selective")
-    assert selective.layer_traffic(experts=False).context == 3 / 2 * plain.context
-    assert selective.layer_traffic(experts=False).tensor == plain.tensor
+    assert selective.layer_traffic("*-").context == 3 / 2 * plain.context
+    assert selective.layer_traffic("*-").tensor == plain.tensor
 
 
 def test_latent_attention_gathers_its_small_vectors() -> None:
     more = "--tensor-model-parallel-size 4 --sequence-parallel --q-lora-rank 1536"
-    found = llama_network(f"{LATENT} {more}").layer_traffic(experts=False)
+    found = llama_network(f"{LATENT} {more}").layer_traffic("*-")
     gather = ring(4) * TENSOR
     entering = gather * (1536 + RANK + ROTATED) / H
     assert found.tensor == pytest.approx(2 * (entering + 3 * gather) + entering + gather)
@@ -587,7 +587,7 @@ def test_the_head_gathers_its_input_for_every_loss() -> None:
     none, two = (llama_network(f"{more} --mtp-num-layers {x}") for x in (0, 2))
     found = [x.traffic(only_stage(x)).tensor for x in (none, two)]
     gather = ring(4) * TENSOR
-    layer = none.layer_traffic(experts=False).tensor
+    layer = none.layer_traffic("*-").tensor
     assert found[0] == pytest.approx(LAYERS * layer + 2 * gather * 2)
     # Each of two depths has a layer, an embedding and a loss of its own.
     assert found[1] - found[0] == pytest.approx(2 * layer + 2 * gather * 4)
@@ -798,12 +798,12 @@ def test_inputs_are_gathered_again_under_sequence_parallelism_alone() -> None:
     gather = ring(4) * TENSOR
     for more, gathers in (("", 8), ("--sequence-parallel", 10)):
         network = llama_network(f"--tensor-model-parallel-size 4 {more}")
-        assert network.layer_traffic(experts=False).tensor == gathers * gather
+        assert network.layer_traffic("*-").tensor == gathers * gather
 
 
 def test_kernels_of_layers_are_launched_by_a_graph_where_one_is_captured() -> None:
     for more, graphed in (("", False), ("--cuda-graph-impl local", True)):
-        assert {work.graphed for work in layer_work(llama_network(more), False)} == {graphed}
+        assert {work.graphed for work in layer_work(llama_network(more), "*-")} == {graphed}
 
 
 def test_queries_keys_and_values_are_kept_once_and_as_attention_gets_them() -> None:
@@ -903,7 +903,7 @@ def test_small_vectors_have_norms_where_they_are() -> None:
 def test_experts_get_their_tokens_without_a_gather() -> None:
     """Only attention gathers its input and its output's gradient, each input twice."""
     network = llama_network(f"{EXPERTS} --tensor-model-parallel-size 4 --sequence-parallel")
-    assert network.layer_traffic(experts=True).tensor == 5 * ring(4) * TENSOR
+    assert network.layer_traffic("*E").tensor == 5 * ring(4) * TENSOR
 
 
 def test_a_step_computes_as_much_in_every_layout() -> None:

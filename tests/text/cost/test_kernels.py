@@ -14,7 +14,7 @@ from megatron_ext.device.gpus import GPUS
 from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entropy
 from megatron_ext.planning.hardware import Rates
 from megatron_ext.planning.kernels import Phase, Work
-from megatron_ext.text.cost.kernels import LAYER_KERNELS, LOGIT, layer_work
+from megatron_ext.text.cost.kernels import LOGIT, layer_kernels, layer_work
 from megatron_ext.text.cost.network import GptNetwork
 from tests.ranks import ParallelContext, ranks
 from tests.training_runs import config_of
@@ -37,7 +37,7 @@ def test_pointwise_bytes_are_those_of_a_traced_layer(context: ParallelContext) -
         f"--hidden-size {h} --num-attention-heads 4 --num-query-groups 1 "
         f"--ffn-hidden-size {7 * h // 2} --kv-channels 128"
     )
-    planned = num_bytes(layer_work(network("tiny", s, more), experts=False), "pointwise")
+    planned = num_bytes(layer_work(network("tiny", s, more), "*-"), "pointwise")
     step = gpt_step(context, LLAMA, torch.randn(s, 1, h, dtype=DTYPE))
     # Attention on a CPU gives gradients in another layout, which is copied.
     traced = [x for x in compiled_traffic(step).kernels if x.name != "copy_"]
@@ -97,7 +97,7 @@ def test_graphs_shorten_gaps_and_add_to_zeros() -> None:
     works = [found.work(found.stages()[0]) for found in (plain, graphed)]
     rates = Rates(GPUS["H200"])
     gaps = [sum(map(rates.gaps, each)) for each in works]
-    kernels = SIZES.layers * sum(LAYER_KERNELS.values())
+    kernels = SIZES.layers * sum(layer_kernels(plain, "*-").values())
     assert gaps[0] - gaps[1] == pytest.approx(kernels * 0.4e-6)
     summed = [num_bytes(each, "weight gradients") for each in works]
     assert summed == [2 * MATRICES, 10 * MATRICES]
@@ -121,7 +121,7 @@ def test_recomputed_layers_run_their_forward_kernels_once_more() -> None:
     ]  # fmt: skip
     works = [run.other_work(run.stages()[0]) for run in runs]
     plain, whole, block = (num_bytes(work, "pointwise") for work in works)
-    layer = [x for x in layer_work(runs[0], experts=False) if x.phase is Phase.FORWARD]
+    layer = [x for x in layer_work(runs[0], "*-") if x.phase is Phase.FORWARD]
     again = num_bytes(layer, "pointwise")
     assert whole - plain == pytest.approx(runs[0].sizes.layers * again)
     assert block - plain == pytest.approx(2 * again)
