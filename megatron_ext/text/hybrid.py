@@ -24,6 +24,7 @@ from megatron_ext.config.layers import (
     EXPERTS,
     MIXERS,
     MLPS,
+    mixer_of,
     mlp_of,
     pattern_errors,
 )
@@ -139,10 +140,10 @@ def read_pattern(text: str) -> Pattern:
         raise ValueError("must have at least one layer", "write *-*-")
     if "|" in "".join(depths):
         raise ValueError("must have its | before the first /", "move it there")
-    if len(pattern.depths) != len(depths) or len(set(pattern.depths)) > 1 or "" in pattern.depths:
+    alike = len(pattern.depths) == len(depths) and len(set(pattern.depths)) < 2
+    if not alike or not all(map(mixer_of, pattern.depths)):
         raise ValueError(
-            "must have the same layer, a mixer with its MLP, in each depth of multi-token "
-            "prediction",
+            "must have the same layer, with a mixer, in each depth of multi-token prediction",
             "write /*- for each",
         )
     return pattern

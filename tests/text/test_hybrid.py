@@ -111,8 +111,9 @@ def test_layers_of_transformer_engine_are_refused() -> None:
         ("*-x --num-layers 2 --pipeline-model-parallel-size 2", "has x, which is no layer;"),
         ("|", "must have at least one layer;"),
         ("+-+-", "has +, which needs `--multi-latent-attention`; give it, or write *."),
-        ("*-*-/*-/*E", "must have the same layer, a mixer with its MLP, in each depth"),
-        ("*-*-/*-*-", "must have the same layer, a mixer with its MLP, in each depth"),
+        ("*-*-/*-/*E", "must have the same layer, with a mixer, in each depth"),
+        ("*-*-/-", "must have the same layer, with a mixer, in each depth"),
+        ("*-*-/*-*-", "must have the same layer, with a mixer, in each depth"),
         ("*-*-/*-|*-", "must have its | before the first /; move it there."),
         ("*-*- --num-layers 3", "has 4 layers, or 2 with mixer and MLP as one, but "
          "`--num-layers` is 3; leave it out."),

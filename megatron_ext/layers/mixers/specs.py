@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
 
 MODULES = {
     "M": "mamba",
@@ -25,4 +26,6 @@ def mixer_spec(
     """
     module = importlib.import_module(f"megatron_ext.layers.mixers.{MODULES[letter]}")
     spec: ModuleSpec = module.spec(transformer_config)
+    # megatron-core's multi-token prediction asks for it.
+    spec.params = {**spec.params, "attn_mask_type": AttnMaskType.causal}
     return spec, dict(getattr(module, "CHECKPOINT_NAMES", {}))
