@@ -131,6 +131,10 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
             attention, and an MLP or experts by ``moe_layer_freq``.
         depth_kind: the kind of the layer of a depth of multi-token prediction; None for that of the
             last decoder layer.
+        mamba_conv_kernel_dim: number of positions of Mamba-2's short convolution.
+        mamba_conv_bias: whether this convolution has a bias.
+        mamba_time_step_min, mamba_time_step_max: limits of the length of a token's step in Mamba-2;
+            None for no upper one.
         rotates_latent_heads: whether multi-latent attention rotates a part of each head.
         moe_ranks_per_node: number of ranks on each node, to which tokens are sent once; None sends
             them as ``moe_token_dispatcher_type`` says.
@@ -176,6 +180,10 @@ class StepTransformerConfig(TransformerConfig):  # type: ignore[misc]
     dsa_indexer_k_norm_epsilon: float | None = None
     layer_kinds: tuple[str, ...] | None = None
     depth_kind: str | None = None
+    mamba_conv_kernel_dim: int = 4
+    mamba_conv_bias: bool = True
+    mamba_time_step_min: float = 0.0
+    mamba_time_step_max: float | None = None
     rotates_latent_heads: bool = True
     moe_ranks_per_node: int | None = None
     moe_keep_dispatched_tokens: bool = False

@@ -140,6 +140,8 @@ def test_layers_of_transformer_engine_are_refused() -> None:
         ("M-", "`--mamba-num-groups` (8) must divide the heads of a Mamba-2 layer (1)"),
         (f"M- {MAMBA} --tensor-model-parallel-size 4 --num-attention-heads 4",
          "`--mamba-num-groups` (2) must be divisible by `--tensor-model-parallel-size` (4)"),
+        (f"M- {MAMBA} --mamba-time-step-max 0.1 --mamba-time-step-min 0.2",
+         "`--mamba-time-step-max` (0.1) must be at least `--mamba-time-step-min` (0.2); leave it"),
         ("G- --linear-num-key-heads 3", "`--linear-num-value-heads` (32) must be divisible by "
          "`--linear-num-key-heads` (3); use 33."),
         ("K-", "`--linear-num-value-heads` (32) must equal `--linear-num-key-heads` (16) in Kimi "

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron_ext.config.flags import SHARE, SIZE, WEIGHT, derived, fixed_flag, flag, said_flag
+from megatron_ext.config.flags import (
+    FACTOR,
+    SHARE,
+    SIZE,
+    WEIGHT,
+    derived,
+    fixed_flag,
+    flag,
+    said_flag,
+)
 from megatron_ext.config.layers import ATTENTION, DENSE, EXPERTS
 from megatron_ext.config.run import LayerSection, RunConfig
 from megatron_ext.text.config.moe import MoEConfig
@@ -104,6 +113,16 @@ class MixerConfig(LayerSection):
     mamba_num_heads: int | None = fixed_flag(
         None, "heads of a Mamba-2 layer; default: 2 × --hidden-size / --mamba-head-dim", SIZE
     )
+    mamba_conv_kernel_dim: int = fixed_flag(
+        4, "positions of the short convolution of a Mamba-2 layer", SIZE
+    )
+    mamba_conv_bias: bool = fixed_flag(True, "learn a bias of this convolution")
+    mamba_time_step_min: float = fixed_flag(
+        0.0, "shortest step of a token in a Mamba-2 layer, after softplus", WEIGHT
+    )
+    mamba_time_step_max: float | None = fixed_flag(
+        None, "longest step of a token in a Mamba-2 layer; default: no limit", FACTOR
+    )
     dsa_indexer_n_heads: int | None = fixed_flag(
         None, "heads of the indexer of DeepSeek's sparse attention", SIZE
     )
@@ -160,7 +179,16 @@ LINEAR_SIZES = (
     "linear_num_key_heads",
     "linear_num_value_heads",
 )
-MAMBA_SIZES = "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"
+MAMBA_SIZES = (
+    "mamba_state_dim",
+    "mamba_head_dim",
+    "mamba_num_groups",
+    "mamba_num_heads",
+    "mamba_conv_kernel_dim",
+    "mamba_conv_bias",
+    "mamba_time_step_min",
+    "mamba_time_step_max",
+)
 INDEXER_SIZES = "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"
 INDEXER_LOSS = "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"
 SIZES_BY_LETTER = {

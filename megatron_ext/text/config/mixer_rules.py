@@ -72,6 +72,14 @@ def _mamba_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
     yield from must_divide(
         "--mamba-num-groups", groups, tp, run.parallel.tensor_model_parallel_size
     )
+    longest = sizes.mamba_time_step_max
+    if longest is not None and longest < sizes.mamba_time_step_min:
+        yield FlagError(
+            "--mamba-time-step-max",
+            longest,
+            f"must be at least `--mamba-time-step-min` ({sizes.mamba_time_step_min})",
+            "leave it out",
+        )
 
 
 def _sparse_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:

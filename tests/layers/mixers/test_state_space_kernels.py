@@ -1,4 +1,4 @@
-"""What the kernels of mamba_ssm are asked, by a stand-in of theirs that goes token by token.
+"""Mamba-2 by the kernels of mamba_ssm: a stand-in of them goes token by token.
 
 The kernels themselves need a GPU.
 """
