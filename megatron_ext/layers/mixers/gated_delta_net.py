@@ -20,7 +20,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor
 
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron_ext.layers.mixers.delta_mixer import DeltaMixer, DeltaSubmodules, Gates, decay_rate
+from megatron_ext.layers.mixers.delta_mixer import DeltaMixer, DeltaSubmodules, Gates
+from megatron_ext.layers.mixers.recurrent import decay_rate
 
 
 class GatedDeltaNet(DeltaMixer):
@@ -40,11 +41,11 @@ class GatedDeltaNet(DeltaMixer):
         self.gate_size = self.group * self.value_size
         per_head = self.mixed_size + self.gate_size + 2 * self.group
         outputs = self.all_key_heads * per_head
-        self.in_proj = self._column_linear(submodules.in_proj, config.hidden_size, outputs)
+        self.in_proj = self.column_linear(submodules.in_proj, config.hidden_size, outputs)
         sizes = [self.gate_size, self.gate_size, self.group, self.group]
         self.in_proj.matrix_rows = (self.key_size, self.key_size, *sizes)
-        self.dt_bias = self._parameter(torch.nn.init.ones_, self.heads)
-        self.A_log = self._parameter(decay_rate, self.heads)
+        self.dt_bias = self.parameter(torch.nn.init.ones_, self.heads)
+        self.A_log = self.parameter(decay_rate, self.heads)
 
     def projected(self, hidden: Tensor) -> Tensor:
         """Return ``[s, b, c]``, the rows of ``in_proj``."""

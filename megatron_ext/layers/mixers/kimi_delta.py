@@ -20,7 +20,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig, build_modul
 from torch import Tensor
 
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
-from megatron_ext.layers.mixers.delta_mixer import DeltaMixer, DeltaSubmodules, Gates, decay_rate
+from megatron_ext.layers.mixers.delta_mixer import DeltaMixer, DeltaSubmodules, Gates
+from megatron_ext.layers.mixers.recurrent import decay_rate
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -44,14 +45,14 @@ class KimiDeltaAttention(DeltaMixer):
         values = self.all_heads * self.value_size
         linear = submodules.in_proj
         low = submodules.low_proj
-        self.in_proj = self._column_linear(linear, hidden, self.all_heads * (self.mixed_size + 1))
+        self.in_proj = self.column_linear(linear, hidden, self.all_heads * (self.mixed_size + 1))
         self.in_proj.matrix_rows = (self.key_size, self.key_size, self.value_size, 1)
         self.f_a_proj = self._whole_linear(low, hidden, self.value_size)
-        self.f_b_proj = self._column_linear(linear, self.value_size, keys)
+        self.f_b_proj = self.column_linear(linear, self.value_size, keys)
         self.g_a_proj = self._whole_linear(low, hidden, self.value_size)
-        self.g_b_proj = self._column_linear(linear, self.value_size, values)
-        self.dt_bias = self._parameter(torch.nn.init.ones_, self.heads * self.key_size)
-        self.A_log = self._parameter(decay_rate, self.heads)
+        self.g_b_proj = self.column_linear(linear, self.value_size, values)
+        self.dt_bias = self.parameter(torch.nn.init.ones_, self.heads * self.key_size)
+        self.A_log = self.parameter(decay_rate, self.heads)
 
     def _whole_linear(self, kind: Any, inputs: int, outputs: int) -> Any:
         """Return a linear layer that is whole on every tensor-parallel rank."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -130,11 +129,9 @@ class MambaMixer(RecurrentMixer):
         self.out_proj = self.row_linear(submodules.out_proj, all_heads * self.head_dim)
         self.out_norm = GatedNorm(config, all_heads * self.head_dim, self.tp_group)
         channels = self.groups * self.mixed_size
-        bound = self.width**-0.5
-        uniform = partial(torch.nn.init.uniform_, a=-bound, b=bound)
-        self.conv_weight = self.parameter(uniform, channels, self.width)
+        self.conv_weight = self.taps(channels)
         if config.mamba_conv_bias:
-            self.conv_bias = self.parameter(uniform, channels)
+            self.conv_bias = self.parameter(self.uniform, channels)
         self.dt_bias = self.parameter(draw_steps, self.heads)
         self.A_log = self.parameter(decay_rate, self.heads)
         self.D = self.parameter(torch.nn.init.ones_, self.heads)

@@ -119,6 +119,17 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
         initialize_split(parameter, method, self.config, self.tp_group)
         return parameter
 
+    def taps(self, channels: int) -> torch.nn.Parameter:
+        """Return the weight of the short convolution of this rank's channels, ``[channels, w]``."""
+        weight = self.parameter(self.uniform, channels, self.width)
+        weight.is_table = True  # type: ignore[attr-defined]
+        return weight
+
+    def uniform(self, draws: Tensor) -> Tensor:
+        """Fill a parameter of the short convolution, as torch and Megatron-LM do."""
+        bound = self.width**-0.5
+        return draws.uniform_(-bound, bound)
+
     def projected(self, hidden: Tensor) -> Tensor:
         """Return ``[s, b, c]``, all that the mixer reads of the hidden states ``[s, b, h]``.
 

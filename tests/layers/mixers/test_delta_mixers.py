@@ -10,8 +10,6 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer import build_module
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
@@ -24,6 +22,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
 from tests.layers.mixers.delta_plain import recurrence, relative
+from tests.layers.mixers.messages import SentBytes
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import SMALL, config_of
 
@@ -288,20 +287,6 @@ def test_outputs_and_gradients_equal_those_of_transformers(
         assert relative(gradients[name], parameter.grad.double()) < 1e-5, name
 
 
-class _SentBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes that a rank hands to collective operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-            self.count += sum(x.numel() * x.element_size() for x in tensors)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", ["G", "K"])
 @ranks(cp=2)
 def test_context_parallel_messages_do_not_grow_with_the_sequence(
@@ -313,7 +298,7 @@ def test_context_parallel_messages_do_not_grow_with_the_sequence(
         for ends in (None, [[5], [7, 60]]):
             documents = None if ends is None else plain.document_indices(length, ends)
             hidden = drawn(length // 2, B, H).requires_grad_()
-            with _SentBytes() as sent:
+            with SentBytes() as sent:
                 module(hidden, attention_mask=documents)[0].sum().backward()
             counts.append(sent.count)
     assert counts[0] > 0 and len(set(counts)) == 1
