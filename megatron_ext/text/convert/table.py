@@ -44,6 +44,7 @@ class Part:
         transposed: whether the tensor is stored ``[in, out]``, so that its columns are our rows.
         stacked: whether the tensor holds all experts along its first axis.
         scalar: whether the tensor is a number without an axis, and our parameter has one row.
+        ones: the axes of size 1 that the tensor has and our parameter lacks, in ascending order.
     """
 
     tensor: str
@@ -53,6 +54,7 @@ class Part:
     transposed: bool = False
     stacked: bool = False
     scalar: bool = False
+    ones: tuple[int, ...] = ()
 
 
 Parts = Sequence[Part]
@@ -65,7 +67,7 @@ class Run:
     The parameter's rows ``row`` to ``row + count - 1`` are rows of ``tensor``: the first of them is
     row ``start``, and each next one is ``step`` rows further on. If ``expert`` is not None, it is
     an index along the first axis of ``tensor``, which stacks all experts. If ``scalar``, ``tensor``
-    has no axis.
+    has no axis. It has the axes ``ones`` of size 1 beside ours.
     """
 
     row: int
@@ -76,6 +78,7 @@ class Run:
     transposed: bool
     expert: int | None
     scalar: bool = False
+    ones: tuple[int, ...] = ()
 
     def shape(self, ours: Sequence[int]) -> tuple[int, ...]:
         """Return the smallest shape that the Hugging Face tensor must have to hold this run.
@@ -86,6 +89,8 @@ class Run:
             return ()
         rows = self.start + (self.count - 1) * self.step + 1
         plane = (*ours[1:], rows) if self.transposed else (rows, *ours[1:])
+        for axis in self.ones:
+            plane = (*plane[:axis], 1, *plane[axis:])
         return plane if self.expert is None else (self.expert + 1, *plane)
 
     def overlap(self, offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, Index] | None:
@@ -102,7 +107,9 @@ class Run:
         first = self.start + (low - self.row) * self.step
         rows = slice(first, first + (high - low - 1) * self.step + 1, self.step)
         columns = [slice(low, low + size) for low, size in zip(offset[1:], shape[1:], strict=True)]
-        plane = (*columns, rows) if self.transposed else (rows, *columns)
+        plane: Index = (*columns, rows) if self.transposed else (rows, *columns)
+        for axis in self.ones:
+            plane = (*plane[:axis], 0, *plane[axis:])
         own = slice(low - offset[0], high - offset[0])
         if self.scalar:
             return own, ()
@@ -197,7 +204,7 @@ class Table:
             tensor = part.tensor.format(**numbers)
             index = expert if part.stacked else None
             place = part.start, part.step, part.transposed
-            runs.append(Run(row, count, tensor, *place, index, part.scalar))
+            runs.append(Run(row, count, tensor, *place, index, part.scalar, part.ones))
             row += count
         return runs
 

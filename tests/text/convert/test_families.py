@@ -24,7 +24,7 @@ from megatron_ext.text.convert.reading import load_folder, without_missing_depth
 from megatron_ext.text.convert.writing import write_model
 from tests.text.convert.families_table import PAGE, with_table
 from tests.text.convert.models import LENGTH, class_of, in_child, make_tiny, theirs, tokens
-from tests.text.convert.settings import SETTINGS
+from tests.text.convert.settings import SETTINGS, mixers
 from tests.text.convert.test_training import LAYOUTS, check_folder
 from tests.training_runs import config_of
 
@@ -192,7 +192,9 @@ def heard(name: str, folder: Path) -> list[str]:
             difference = difference_of(source, tokens(), expected)
         except MegatronExtError:
             continue
-        if difference > 1e-5 and not any(key in note for note in read_model(source).notes()):
+        # Heads of recurrent layers whose outputs nearly vanish raise rounding errors.
+        rounding = 1e-4 if name in mixers.SETTINGS else 1e-5
+        if difference > rounding and not any(key in note for note in read_model(source).notes()):
             wrong.append(f"{key} {value}: {difference:.0e}")
     return wrong
 

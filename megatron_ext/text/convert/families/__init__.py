@@ -81,6 +81,8 @@ MODULES = {
     "persimmon": "persimmon",
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
+    # decoders with recurrent layers
+    "qwen3_next": "qwen3_next",
 }
 """The module of each `model_type`.
 
@@ -95,7 +97,7 @@ LACKING: dict[str, str] = {
     ),
     **dict.fromkeys(
         "bailing_hybrid kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-        "qwen3_5_text qwen3_next".split(),
+        "qwen3_5_text".split(),
         "linear attention",
     ),
     **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "recurrence instead of attention"),

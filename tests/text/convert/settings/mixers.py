@@ -1,0 +1,32 @@
+"""Settings of families whose layers have mixers other than attention.
+
+Where a query and a key are nearly orthogonal, the norm of a head's output divides by little, and
+rounding errors grow; a large epsilon of the norms, or few such layers, keep them small.
+"""
+
+from tests.text.convert.settings.kinds import Settings
+
+_LINEAR: Settings = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10,
+    "linear_value_head_dim": 14,
+}  # fmt: skip
+_EXPERTS: Settings = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}  # fmt: skip
+SETTINGS: dict[str, tuple[Settings, Settings]] = {
+    "qwen3_next": (
+        {
+            **_LINEAR, **_EXPERTS, "num_hidden_layers": 4, "full_attention_interval": 2,
+            "head_dim": 24, "mlp_only_layers": [2], "tie_word_embeddings": False,
+            "rms_norm_eps": 1e-3,
+        },
+        {
+            **_LINEAR, **_EXPERTS, "num_hidden_layers": 4, "linear_num_key_heads": 6,
+            "linear_conv_kernel_dim": 3, "num_attention_heads": 5, "num_key_value_heads": 1,
+            "head_dim": 16, "partial_rotary_factor": 0.5, "norm_topk_prob": False,
+            "attention_bias": True, "tie_word_embeddings": True,
+            "layer_types": ["full_attention", *["linear_attention"] * 2, "full_attention"],
+        },
+    ),
+}  # fmt: skip
