@@ -112,20 +112,38 @@ class Draws:
 
 
 def as_pattern(case: Case) -> Case:
-    """Return a case of GPT whose layers are spelled by a pattern, as far as its options allow."""
+    """Return a case of GPT whose layers are spelled by a pattern, as far as its options allow.
+
+    Half of the patterns are those of the GPT itself; the others have mixers and single parts.
+    """
     given = settings_of(case.words(""))
     layers, depths, experts = (
         int(given.get(name, (True, ("0",)))[1][0])
         for name in ("num_layers", "mtp_num_layers", "num_experts")
     )
-    pair = "*E" if experts else "*-"
-    pattern = pair * layers + f"/{pair}" * depths
+    dice = random.Random(case.number)
+    latent = given.get("multi_latent_attention", (False, ()))[0]
+    mixers = "*MGK" + "D" * bool(latent)
+    mlps = ("E", "-", "") if experts else ("-", "-", "")
+    kinds = ["*E" if experts else "*-"] * layers
+    flags = f" --num-experts {experts}" if experts else ""
+    if dice.random() < 0.5:
+        kinds = [dice.choice(mixers) + dice.choice(mlps) for _ in kinds]
+        if experts and not any("E" in kind for kind in kinds):
+            kinds[-1] = kinds[-1][:1] + "E"
+        flags += SIZES + SPARSE * bool(latent)
+    pattern = "".join(kinds) + f"/{kinds[-1]}" * depths
     options = [x for x in case.options if not settings_of(x.split()).keys() & _NOT_BESIDE_PATTERNS]
-    model = f"{case.layout.model} --num-layers {layers} --hybrid-layer-pattern {pattern}"
-    model += f" --num-experts {experts}" if experts else ""
+    model = f"{case.layout.model} --num-layers {layers} --hybrid-layer-pattern {pattern}{flags}"
     return replace(case, options=tuple(options), layout=replace(case.layout, model=model))
 
 
+SIZES = (
+    " --linear-num-key-heads 4 --linear-num-value-heads 4 --linear-key-head-dim 8"
+    " --linear-value-head-dim 8 --mamba-num-heads 8 --mamba-num-groups 4 --mamba-head-dim 8"
+    " --mamba-state-dim 8"
+)
+SPARSE = " --dsa-indexer-n-heads 4 --dsa-indexer-head-dim 8 --dsa-indexer-topk 4"
 _NOT_BESIDE_PATTERNS = {"hybrid_layer_pattern", "moe_layer_freq", "cuda_graph_impl"}
 
 

@@ -3,6 +3,7 @@
 python tests/combinations/run.py --seed 7 --cases 100
 python tests/combinations/run.py --seed 7 --cases 1000 --resume 200 --relayout 200 --jobs 2
 python tests/combinations/run.py --seed 7 --cases 100 --kill 100
+python tests/combinations/run.py --seed 7 --cases 200 --patterns
 python tests/combinations/run.py --replay 'CASE'    # as a failure prints it
 """
 
@@ -24,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.combinations import conversion, experts, inputs, preprocess
-from tests.combinations.draw import Case, cases_of
+from tests.combinations.draw import Case, as_pattern, cases_of
 from tests.combinations.execute import load, side_by_side, work_directory
 from tests.combinations.judge import Verdict, judge
 from tests.combinations.layouts import Layout
@@ -184,6 +185,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--one", type=int, help="cases compared with one rank; default: half")
     parser.add_argument("--kill", type=int, help="cases in which a rank is killed")
     parser.add_argument("--having", default="", help="a flag; leave out layouts without it")
+    parser.add_argument(
+        "--patterns", action="store_true", help="spell the layers of GPTs by patterns of all kinds"
+    )
     parser.add_argument("--max-ranks", type=int, default=8, help="of a layout")
     parser.add_argument("--jobs", type=int, default=1, help="cases side by side")
     parser.add_argument("--minutes", type=float, help="start no case after this")
@@ -208,6 +212,8 @@ def main(argv: list[str]) -> int:
     number = arguments.start + arguments.cases
     cases = cases_of(arguments.kind, arguments.seed, number, judged, arguments.max_ranks)
     cases = [case for case in cases[arguments.start :] if arguments.having in str(case.layout)]
+    if arguments.patterns:
+        cases = [as_pattern(case) for case in cases]
     return search(cases, arguments)
 
 
