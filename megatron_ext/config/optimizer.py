@@ -324,6 +324,9 @@ LATENT_TARGETS = (
 LATENT_DOWN_TARGETS = ("linear_q_down_proj", "linear_kv_down_proj")
 """The linear layers of multi-latent attention that are whole on each TP rank; named, they adapt."""
 
+RECURRENT_TARGETS = ("in_proj", "out_proj")
+"""The linear layers of recurrent mixers, to which adapters are added by default, too."""
+
 EXPERT_TARGETS = (
     "mlp.linear_fc1", "mlp.linear_fc2", "experts.linear_fc1", "experts.linear_fc2",
     "shared_experts.linear_fc1", "shared_experts.linear_fc2",

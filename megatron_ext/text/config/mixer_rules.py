@@ -13,9 +13,6 @@ from megatron_ext.text.config.attention import LatentAttentionConfig
 from megatron_ext.text.config.hybrid import INDEXER_SIZES, HybridConfig, MixerConfig
 from megatron_ext.text.config.positions import PositionConfig
 
-RECURRENT = "MGK"
-"""Letters of the mixers that carry a state from position to position."""
-
 
 def mixer_errors(kinds: Sequence[str], run: RunConfig) -> Iterator[FlagError]:
     """Yield an error for each flag that does not go with the mixers of layers of these kinds."""

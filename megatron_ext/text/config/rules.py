@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 from megatron_ext.config.flags import changed_fields
+from megatron_ext.config.layers import RECURRENT, mixer_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import (
     EXPERT_TARGETS,
     LATENT_DOWN_TARGETS,
     LATENT_TARGETS,
+    RECURRENT_TARGETS,
     TARGETS,
 )
 from megatron_ext.config.run import RunConfig
@@ -74,7 +76,9 @@ def resolve_text(config: RunConfig) -> RunConfig:
 def _targets(config: RunConfig) -> Sequence[str]:
     """Return the names of a GPT's linear layers that get LoRA adapters by default."""
     latent = config.section(LatentAttentionConfig).multi_latent_attention
-    return LATENT_TARGETS if latent else TARGETS
+    kinds = config.section(HybridConfig).layer_kinds or ()
+    recurrent = any(mixer_of(kind) in (*RECURRENT,) for kind in kinds)
+    return (*(LATENT_TARGETS if latent else TARGETS), *(RECURRENT_TARGETS if recurrent else ()))
 
 
 def _all_targets(config: RunConfig) -> list[str]:

@@ -33,7 +33,8 @@ from megatron_ext.text.convert.reading import EMBEDDING, HEAD
 from megatron_ext.text.convert.table import Run, Table
 
 _ADAPTER = re.compile(
-    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?(?P<linear>(?:self_attention|mlp)\.[\w.]*linear_\w+)"
+    r"decoder\.layers\.(?:(?P<layer>\d+)\.)?"
+    r"(?P<linear>(?:self_attention|mlp)\.[\w.]*(?:linear_\w+|_proj))"
     r"\.lora\.(?P<matrix>[ab])$"
 )
 _OF_LAYER = re.compile(r"(?P<stem>decoder\.layers\.)(?P<rest>(?!\d+\.).*)$")
