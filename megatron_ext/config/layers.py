@@ -22,6 +22,8 @@ MIXERS = {
     "D": "DeepSeek's sparse attention",
 }
 """Letters of the modules that mix the positions of a sequence, with their names."""
+RECURRENT = "MGK"
+"""Letters of the mixers that carry a state from position to position."""
 MLPS = {DENSE: "an MLP", EXPERTS: "experts"}
 """Letters of the modules that transform each position by itself, with their names."""
 
