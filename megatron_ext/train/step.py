@@ -20,16 +20,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_ext import core
-from megatron_ext.config.layers import EXPERTS, mlp_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.data.batch import Batch
-from megatron_ext.layers.auxiliary_loss import (
-    INDEXER_LOSS,
-    INDEXER_LOSS_COUNT,
-    AuxiliaryScale,
-)
-from megatron_ext.layers.specs import depth_kind, layer_kinds
-from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import StepGradients
 from megatron_ext.losses.contract import Report, StepCounts
 from megatron_ext.optim.schedule import Schedule
@@ -41,8 +33,10 @@ from megatron_ext.train.task import Task
 
 if TYPE_CHECKING:
     from megatron_ext.checkpoint.state import ExtraState
+    from megatron_ext.layers.auxiliary_loss import AuxiliaryScale
     from megatron_ext.layers.fp8.linear import AmaxHistories
     from megatron_ext.optim.qk_clip import AttentionLogits
+    from megatron_ext.train.core_schedule import CoreSchedule
 
 
 @dataclass(frozen=True)
@@ -108,7 +102,8 @@ class StepRunner:
     """Runs the pipeline schedule over this rank's chunks, and updates the parameters.
 
     Attributes:
-        engine: runs the pipeline; None to use megatron-core's own schedule.
+        pipeline: runs the pipeline: ``engine``, or megatron-core's own schedule.
+        engine: our runtime of schedules; None with megatron-core's own.
         observer: called before the update, once every data-parallel rank has the reduced gradients
             of all its parameters; None if nothing looks at the gradients.
         check_zeroed: called with the chunks after their gradients have been set to zero.
@@ -145,7 +140,7 @@ class StepRunner:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.device = next(p for chunk in chunks for p in chunk.parameters()).device
-        self._forward_step = None
+        self._forward_step: Any = None
         if task.forward_step is not None:
             self._forward_step = partial(task.forward_step, config)
         self._auxiliary: AuxiliaryScale = transformer_config.auxiliary_scale
@@ -162,16 +157,19 @@ class StepRunner:
             self._weights_kept = KeptWeights(chunks).kept
         schedule = config.parallel.pipeline_schedule or ""
         self.engine: PipelineEngine | None = None
-        if not schedule.startswith("core-"):
-            group_size = config.parallel.microbatch_group_size_per_vp_stage
-            graphs = step_graphs(config.cuda_graphs, config.device, chunks)
-            self.engine = PipelineEngine(
+        self.pipeline: PipelineEngine | CoreSchedule
+        if schedule.startswith("core-"):
+            from megatron_ext.train.core_schedule import CoreSchedule
+
+            self.pipeline = CoreSchedule(chunks, transformer_config, context)
+        else:
+            self.pipeline = self.engine = PipelineEngine(
                 schedule,
                 chunks,
                 transformer_config,
                 context,
-                group_size=group_size,
-                graphs=graphs,
+                group_size=config.parallel.microbatch_group_size_per_vp_stage,
+                graphs=step_graphs(config.cuda_graphs, config.device, chunks),
                 shards_gradients=config.optimizer.shards_gradients,
             )
         self._gradients = StepGradients(chunks)
@@ -238,6 +236,8 @@ class StepRunner:
         losses = {name: mean_of(total) for name, total in step.totals.items()}
         counts = {name: total[1] for name, total in step.totals.items()}
         if self._has_layer_losses:
+            from megatron_ext.train.auxiliary_losses import take_auxiliary_losses
+
             of_layers = take_auxiliary_losses(
                 self.transformer_config, self.context, inputs.num_microbatches
             )
@@ -269,26 +269,15 @@ class StepRunner:
         observed = self.observer is not None
         # 8-bit layers cast their weights once for all micro-batches of the step.
         with self._weights_kept():
-            if self.engine is not None:
-                assert self._forward_step is not None
-                reports = self.engine.run(
-                    self._forward_step,
-                    batches or [_NO_BATCH] * num_microbatches,
-                    num_microbatches,
-                    self.shape_of(batches, inputs.seq_length),
-                    counts=counts,
-                    masks=masks,
-                    force_all_reduce=observed,
-                )
-            else:
-                reports = self._run_by_core(
-                    batches or [_NO_BATCH] * num_microbatches,
-                    counts,
-                    masks,
-                    inputs.seq_length,
-                    force_all_reduce=observed,
-                    forward_only=False,
-                )
+            reports = self.pipeline.run(
+                self._forward_step,
+                batches or [_NO_BATCH] * num_microbatches,
+                num_microbatches,
+                self.shape_of(batches, inputs.seq_length),
+                counts=counts,
+                masks=masks,
+                force_all_reduce=observed,
+            )
         # megatron-core's own schedules have already divided the gradients.
         divides = self.engine is not None and self.transformer_config.calculate_per_token_loss
         num_targets = self.engine.num_targets if self.engine is not None and divides else None
@@ -343,17 +332,7 @@ class StepRunner:
         """
         batches = self.prepared(StepInputs(batches, num_microbatches))
         masks = self._masks(0)
-        if self.engine is None:
-            return self._run_by_core(
-                batches or [_NO_BATCH] * num_microbatches,
-                None,
-                masks,
-                None,
-                forward_only=True,
-                collect_non_loss_data=collect_non_loss_data,
-            )
-        assert self._forward_step is not None
-        return self.engine.run(
+        return self.pipeline.run(
             self._forward_step,
             batches or [_NO_BATCH] * num_microbatches,
             num_microbatches,
@@ -362,23 +341,6 @@ class StepRunner:
             forward_only=True,
             collect_non_loss_data=collect_non_loss_data,
         )
-
-    def _run_by_core(
-        self,
-        batches: Sequence[Batch],
-        counts: StepCounts | None,
-        masks: Masks | None,
-        seq_length: int | None,
-        **options: bool,
-    ) -> list[Any]:
-        from megatron_ext.train.core_schedule import run_by_core
-
-        assert self._forward_step is not None
-        length = seq_length or self.config.model.seq_length
-        size = self._micro_batch_size
-        step = partial(run_by_core, self._forward_step, self.chunks, length, size)
-        with self.context.recorder.phase("forward"):
-            return step(batches, counts, masks, **options)
 
     def prepared(self, inputs: StepInputs) -> Sequence[Batch] | None:
         """Return a step's micro-batches, changed by `Task.prepare_batches` on the last stage.
@@ -551,63 +513,3 @@ def means_of(totals: Mapping[str, Tensor]) -> dict[str, float]:
         for name, total in totals.items()
         if name == first or total[1] > 0
     }
-
-
-NAMES = {
-    "aux_loss": "load_balancing_loss",
-    "seq_aux_loss": "seq_load_balancing_loss",
-    "global_aux_loss": "global_load_balancing_loss",
-}
-"""Megatron-LM's names in the log for the losses of ``--moe-router-load-balancing-type``."""
-
-
-def take_auxiliary_losses(
-    transformer_config: StepTransformerConfig, context: ParallelContext, num_microbatches: int
-) -> dict[str, torch.Tensor]:
-    """Return each auxiliary loss by its name in the log, averaged over layers and micro-batches.
-
-    All ranks call this together. It replaces megatron-core's reduction, which fails if a pipeline
-    stage has no experts, and with Gloo. The values of the ranks are combined as follows:
-
-    - load-balancing loss: summed over tensor- and context-parallel ranks, which each hold a part,
-      and averaged over data-parallel replicas;
-    - global load-balancing loss: summed over all these ranks;
-    - z-loss: averaged over all these ranks, since each holds the whole loss;
-    - loss of the indexer of sparse attention: divided by the count of losses that is logged with
-      it.
-    """
-    logged = core.take_auxiliary_losses()
-    names = _router_losses(transformer_config)
-    has_indexer = bool(transformer_config.dsa_indexer_loss_coeff)
-    if has_indexer:
-        names += [INDEXER_LOSS, INDEXER_LOSS_COUNT]
-    device = torch.device("cuda", torch.cuda.current_device())
-    totals = torch.zeros(len(names), dtype=torch.float64, device=device)
-    for index, name in enumerate(names):
-        if name in logged:
-            totals[index] = logged[name].double().sum()
-    kinds = layer_kinds(transformer_config)
-    kinds += [depth_kind(transformer_config)] * (transformer_config.mtp_num_layers or 0)
-    layers = sum(mlp_of(kind) == EXPERTS for kind in kinds)
-    # Average replicas and whole copies by a sum and a division: Gloo has no average.
-    torch.distributed.all_reduce(totals)
-    replicas = context.layout.data_parallel_size
-    copies = {"z_loss": replicas * context.pgs.tp_cp.size(), NAMES["global_aux_loss"]: 1}
-    found = dict(zip(names, totals.unbind(0), strict=True))
-    means = {}
-    if has_indexer:
-        count = found.pop(INDEXER_LOSS_COUNT)
-        means[INDEXER_LOSS] = found.pop(INDEXER_LOSS) / torch.where(count > 0, count, 1.0)
-    for name, total in found.items():
-        means[name] = total / (copies.get(name, replicas) * max(1, layers) * num_microbatches)
-    return means
-
-
-def _router_losses(transformer_config: StepTransformerConfig) -> list[str]:
-    """Return the names in the log of the losses of MoE routers; [] without experts."""
-    if transformer_config.num_moe_experts is None:
-        return []
-    kinds = transformer_config.moe_router_load_balancing_type
-    given = [kinds] if isinstance(kinds, str) else kinds
-    names = [NAMES[kind] for kind in given if kind in NAMES]
-    return names + (["z_loss"] if transformer_config.moe_z_loss_coeff is not None else [])

@@ -21,7 +21,7 @@ from megatron_ext.layers.moe import ExpertChoice, Router
 from megatron_ext.layers.transformer_config import StepTransformerConfig
 from megatron_ext.layers.weight_gradients import DeferredWeightGradients
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.step import take_auxiliary_losses
+from megatron_ext.train.auxiliary_losses import take_auxiliary_losses
 from tests.layers import plain
 from tests.layers.test_layers import FFN, SMALL, B, H, S, local_part, near, torch_block
 from tests.ranks import on_ranks, ranks

@@ -14,8 +14,9 @@ from megatron_ext.layers.auxiliary_loss import INDEXER_LOSS, INDEXER_LOSS_COUNT
 from megatron_ext.losses.contract import StepCounts
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.parallel.recorder import Recorder
-from megatron_ext.train import core_schedule
+from megatron_ext.train import auxiliary_losses, core_schedule
 from megatron_ext.train import step as module
+from megatron_ext.train.auxiliary_losses import take_auxiliary_losses
 from megatron_ext.train.step import (
     StepInputs,
     StepLosses,
@@ -25,7 +26,6 @@ from megatron_ext.train.step import (
     means_of,
     reduce_reports,
     reduce_step,
-    take_auxiliary_losses,
 )
 from tests.ranks import ranks
 
@@ -106,6 +106,11 @@ def test_targets_are_counted_over_all_ranks_and_weights_beside_them(
     totals, scale = reduce_step(reports, torch.tensor(5), context)
     assert totals["b"].tolist() == [8.0, 16.0]
     assert scale is not None and float(scale) == pytest.approx(1 / 20)
+
+
+def plain_hooks() -> Any:
+    """Return a configuration whose hooks are not set, of a model that follows no logits."""
+    return SimpleNamespace(qk_clip=False, log_max_attention_logit=False)
 
 
 class Pending:
@@ -229,6 +234,7 @@ def test_who_divides_the_gradients(
     )
     runner = runner_with(
         engine=engine,
+        pipeline=engine,
         chunks=[SimpleNamespace(scale_gradients=engine.scale_gradients, modules=list)],
         context=context,
         scales_in_update=in_update,
@@ -347,14 +353,25 @@ def test_megatron_cores_schedule_gets_the_length_of_the_step(
 
     monkeypatch.setattr(core_schedule, "get_forward_backward_func", lambda: schedule)
     monkeypatch.setattr(core_schedule, "checked", lambda loss: f"checked {loss}")
-    runner = runner_with(
-        chunks=["one", "two"],
-        _forward_step=lambda batch, chunk, counts: ((batch, chunk, counts), "loss"),
+    context: Any = SimpleNamespace(
+        recorder=Recorder(),
+        pgs=SimpleNamespace(cp=SimpleNamespace(size=lambda: 2), tp=SimpleNamespace(size=lambda: 3)),
     )
-    for length, given_masks in ((None, None), (16, masks)):
-        outputs = runner._run_by_core(["a", "b"], "counts", given_masks, length, forward_only=False)
+    chunks: Any = ["one", "two"]
+
+    def forward(batch: Any, chunk: Any, counts: Any) -> Any:
+        return (batch, chunk, counts), "loss"
+
+    batches: Any = ["a", "b"]
+    counted: Any = "counts"
+    for cut, whole, given_masks in ((False, 16, None), (True, 48, masks)):
+        config: Any = SimpleNamespace(sequence_parallel=cut)
+        schedule_of_core = core_schedule.CoreSchedule(chunks, config, context)
+        outputs = schedule_of_core.run(
+            forward, batches, 2, (8, 2, 4), counts=counted, masks=given_masks, forward_only=False
+        )
         assert outputs == [("a", "chunk", "counts"), ("b", "chunk", "counts")]
-        assert given["seq_length"] == given["decoder_seq_length"] == (length or 48)
+        assert given["seq_length"] == given["decoder_seq_length"] == whole
         assert (given["micro_batch_size"], given["num_microbatches"]) == (2, 2)
         assert (given["model"], given["forward_only"]) == (["one", "two"], False)
     assert masked == [0, 1]
@@ -382,15 +399,16 @@ def test_which_hooks_of_megatron_core_a_run_sets(
     chunk = SimpleNamespace(no_sync="no_sync_func", start_grad_sync="grad_sync_func",
                             start_param_sync="param_sync_func")  # fmt: skip
     for chunks in ([chunk], [chunk, chunk]):
-        runner = runner_with(engine="engine", chunks=chunks, transformer_config=SimpleNamespace())
+        runner = runner_with(engine="engine", chunks=chunks, transformer_config=plain_hooks())
         runner.config.optimizer = SimpleNamespace(**flags)
         runner._connect(SimpleNamespace(scale_loss="scale"))
         found = dict(vars(runner.transformer_config))
+        assert not (found.pop("qk_clip") or found.pop("log_max_attention_logit"))
         assert found.pop("grad_scale_func") == "scale"
         assert found.pop("finalize_model_grads_func") is module.finalize_model_grads
         assert found == {name: name if len(chunks) == 1 else [name, name] for name in hooks}
         assert runner.scales_in_update
-    runner = runner_with(engine=None, chunks=[chunk], transformer_config=SimpleNamespace())
+    runner = runner_with(engine=None, chunks=[chunk], transformer_config=plain_hooks())
     runner.config.optimizer = SimpleNamespace(**flags)
     runner._connect(SimpleNamespace(scale_loss="scale"))
     assert not runner.scales_in_update
@@ -403,7 +421,7 @@ def test_the_losses_of_routers_count_as_one_target_each(monkeypatch: pytest.Monk
         numbers.append(number)
         return {"z_loss": torch.tensor(0.25)}
 
-    monkeypatch.setattr(module, "take_auxiliary_losses", routers)
+    monkeypatch.setattr(auxiliary_losses, "take_auxiliary_losses", routers)
     update: Any = SimpleNamespace(is_read=True, applied=True)
     losses = StepLosses([], {"lm loss": torch.tensor([6.0, 4.0])})
     advanced: list[int] = []
@@ -502,10 +520,15 @@ def test_which_runs_scale_auxiliary_losses(
     )
     task: Any = SimpleNamespace(forward_step=None, auxiliary_losses=of_task)
     hooks: Any = SimpleNamespace(
-        auxiliary_scale="scale", num_moe_experts=experts, dsa_indexer_loss_coeff=indexer
+        auxiliary_scale="scale",
+        num_moe_experts=experts,
+        dsa_indexer_loss_coeff=indexer,
+        sequence_parallel=False,
     )
     chunks: Any = [torch.nn.Linear(1, 1)]
-    context: Any = None
+    context: Any = SimpleNamespace(
+        recorder=None, pgs=SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    )
     runner = StepRunner(config, task, context, hooks, chunks, None, None)
     assert runner._has_auxiliary_losses is scales
     assert (runner.engine, runner.trained_chunks, runner.schedules) == (None, chunks, [])
