@@ -1,8 +1,8 @@
 """The largest logit of each head of attention, without a matrix of all logits.
 
 A logit is the scaled product of a query and a key that attention allows, before a soft cap. The
-fused kernels of attention do not return logits, so they are multiplied here once more, for a block
-of queries at a time.
+fused kernels of attention do not return logits, so they are multiplied here once more: by one
+kernel of FlexAttention where that can be used, else for a block of queries at a time.
 """
 
 from __future__ import annotations
@@ -98,6 +98,12 @@ def largest_logits(
     It is -inf if the head's queries attend to no key, and NaN if any of its logits is NaN. The
     arguments are those of `DotProductAttention.attend_locally`.
     """
+    blocks = _block_mask(attention, query, key, mask, first_query)
+    if blocks is not None:
+        from megatron_ext.layers.flex_attention import largest_scores
+
+        of_queries: Tensor = largest_scores(query, key, blocks, attention.softmax_scale)
+        return of_queries.amax(dim=(0, 2))
     if query.device.type == "cpu" and query.dtype in HALF:
         query, key = query.float(), key.float()
     length, batch, heads, _ = query.shape
@@ -124,6 +130,28 @@ def largest_logits(
                 known = largest[own]
                 torch.maximum(known, logits.amax(dim=(1, 2)).float(), out=known)
     return largest * attention.softmax_scale
+
+
+def _block_mask(
+    attention: DotProductAttention,
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    first_query: int,
+) -> Any:
+    """Return the block mask with which FlexAttention finds the logits; None if it cannot.
+
+    A block mask of a dense mask would itself be made from all pairs.
+    """
+    if is_dense(mask):
+        return None
+    from megatron_ext.layers import flex_attention as flex
+
+    q, k = (x.permute(1, 2, 0, 3) for x in (query, key))
+    if not (flex.FINDS_LARGEST and flex.flex_fits(q, 0.0)):
+        return None
+    causal = attention.causal or mask is not None
+    return flex.block_mask(q, k, flex.Span(first_query, causal, attention.window_size), mask)
 
 
 def _product(queries: Tensor, keys: Tensor) -> Tensor:

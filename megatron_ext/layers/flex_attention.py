@@ -102,6 +102,28 @@ if hasattr(flex, "AuxRequest"):  # torch 2.9 and newer, where the other name is 
     _WITH_LSE = {"return_aux": flex.AuxRequest(lse=True)}
 
 
+FINDS_LARGEST = "max_scores" in getattr(getattr(flex, "AuxRequest", None), "_fields", ())
+"""Whether FlexAttention returns the largest score of each query."""
+LEAST_VALUES = 16
+"""Smallest head size of values."""
+
+
+def _largest_scores(query: Tensor, key: Tensor, mask: BlockMask, scale: float) -> Tensor:
+    """Return the largest score of each query ``[q, b, n, d]``, as ``[b, n, q]`` in float32.
+
+    Keys are ``[k, b, g, d]``. It is -inf for queries that the mask allows no key.
+    """
+    q, k = (x.permute(1, 2, 0, 3) for x in (query, key))
+    asked: Any = flex.AuxRequest(max_scores=True)
+    # Attention has values, too; a few channels of the keys cost least.
+    _, statistics = flex_attention(
+        q, k, k[..., :LEAST_VALUES],
+        block_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1), return_aux=asked,
+    )  # fmt: skip
+    largest: Tensor = statistics.max_scores
+    return largest
+
+
 def beside_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Scale attention without sinks by the share that the sinks leave to the keys.
 
@@ -146,6 +168,9 @@ attention_in_blocks = Compiled(_attention_in_blocks, kind_of=_kind_of)
 `torch.compile` gives up on a function after 8 compilations. So each kind of mask, window, head size
 and so on has its own compiled copy of the function, which serves all lengths.
 """
+
+largest_scores = Compiled(_largest_scores, kind_of=_kind_of)
+"""`_largest_scores`, compiled like `attention_in_blocks`."""
 
 
 def block_mask(query: Tensor, key: Tensor, span: Span, mask: Tensor | None) -> BlockMask:

@@ -16,6 +16,7 @@ from megatron_ext.device.rates import seconds_of
 from megatron_ext.layers import flex_attention as flex
 from megatron_ext.layers import sdpa
 from megatron_ext.layers.attention import DotProductAttention
+from megatron_ext.layers.attention_logits import largest_logits
 from megatron_ext.layers.causal_parts import attend_in_parts, prefers_parts
 from tests.gpu.runs import one_gpu
 from tests.layers import plain
@@ -51,6 +52,29 @@ def test_every_backend_gives_float64s_numbers(backend: str) -> None:
         module = ours(SMALL, context)
         module.backend = AttnBackend[backend]
         assert_near(outcome(lambda *qkv: module(*qkv, None), inputs), truth)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_largest_logits_are_float64s(
+    documents: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(SMALL, DEVICE, torch.bfloat16)
+    query, key, _ = (x.detach() for x in inputs.leaves)
+    mask = plain.document_indices(SMALL.s, [[100, 130]] * SMALL.b) if documents else None
+    forbidden = plain.causal(SMALL.s, SMALL.b)
+    if mask is not None:
+        forbidden = forbidden | (mask[:, :, None] != mask[:, None, :])
+        mask = mask.to(DEVICE)
+    with one_gpu() as context:
+        module = ours(SMALL, context)
+        monkeypatch.setattr(flex, "FINDS_LARGEST", kernel and flex.FINDS_LARGEST)
+        found = largest_logits(module, query, key, mask, first_query=0)
+        scale = module.softmax_scale
+    key = key.repeat_interleave(query.size(2) // key.size(2), dim=2).double()
+    logits = torch.einsum("qbnd,kbnd->bnqk", query.double(), key) * scale
+    want = logits.masked_fill(forbidden[:, None].to(DEVICE), -torch.inf).amax(dim=(0, 2, 3))
+    torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, (100, 0)])

@@ -94,6 +94,25 @@ def test_documents_compile_to_kernels_that_fit(queries: int) -> None:
     assert any(binary.spilled == 0 for binary in forward.kernels[0].binaries)
 
 
+@pytest.mark.parametrize(("size", "groups"), [(D, GROUPS), (192, HEADS)], ids=["llama", "deepseek"])
+@pytest.mark.usefixtures("fake_tensors")
+def test_the_largest_scores_are_one_kernel_that_fits(size: int, groups: int) -> None:
+    query, key = half(S, 1, HEADS, size), half(S, 1, groups, size)
+    views = [x.permute(1, 2, 0, 3) for x in (query, key)]
+    blocks = flex.block_mask(*views, Span(0, True, None), documents())
+    with compiled_graphs() as graphs, torch.no_grad():
+        largest = flex.largest_scores(query, key, blocks, size**-0.5)
+    assert (largest.shape, largest.dtype) == ((1, HEADS, S), torch.float32)
+    (graph,) = graphs
+    attending = [kernel for kernel in graph.kernels if "flex" in kernel.name]
+    assert len(attending) == 1 and len(graph.kernels) <= 2
+    for kernel in graph.kernels:
+        print(kernel.name, kernel.binaries)
+        assert any(
+            binary.shared <= SHARED_MEMORY and binary.spilled == 0 for binary in kernel.binaries
+        )
+
+
 @dataclass(frozen=True)
 class Heads:
     """Heads of a model, and the registers' bytes that its attention may spill, by direction.

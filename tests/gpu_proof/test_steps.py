@@ -117,6 +117,10 @@ CASES = {
     "sinks": Case(SINKS),
     "muon": Case("--optimizer muon"),
     "muon, data parallel": Case("--optimizer dist_muon --global-batch-size 2", ranks=2),
+    "clipped logits": Case("--qk-clip --reset-attention-mask", documents=True),
+    "clipped logits, data parallel": Case(
+        "--qk-clip --use-distributed-optimizer --optimizer muon --global-batch-size 2", ranks=2
+    ),
 }
 
 

@@ -34,6 +34,7 @@ GRAPHS = {
     "quantize": "casts",
     "quantize_with": "casts",
     "_attention_in_blocks": "attention",
+    "_largest_scores": "attention",
 }
 """Classes of compiled functions that are no pointwise part of a layer."""
 COPIES = ("::_to_copy", "::copy_")

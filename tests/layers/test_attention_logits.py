@@ -1,13 +1,16 @@
 """The largest logits of attention, in blocks and in every layout, against all logits in float64."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from megatron_ext.layers import attention_logits
+from megatron_ext.layers import flex_attention as flex
 from megatron_ext.layers.attention import DotProductAttention
 from megatron_ext.layers.attention_logits import LogitMaxima, largest_logits
 from megatron_ext.parallel.context import ParallelContext
@@ -34,7 +37,27 @@ def forbidden(kind: str) -> Tensor:
     return plain.causal(S, B) if kind == "causal" else plain.documents(S, ENDS)
 
 
-def _same_maxima(context: ParallelContext, *, kind: str, comm: str, groups: int) -> None:
+def plain_flex(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> Any:
+    """Return what FlexAttention does; on a CPU it refuses to return the largest scores itself."""
+    if "return_aux" not in given:
+        return flex_attention(query, key, value, **given)
+    assert given["return_aux"].max_scores
+    assert given["enable_gqa"] == (query.size(1) != key.size(1))
+    assert value.size(3) <= flex.LEAST_VALUES
+    repeated = key.repeat_interleave(query.size(1) // key.size(1), dim=1)
+    sizes = query.size(0), 1, query.size(2), key.size(2)
+    allowed = create_mask(given["block_mask"].mask_mod, *sizes, device="cpu")
+    scores = (query @ repeated.mT * given["scale"]).masked_fill(~allowed, -math.inf)
+    return None, SimpleNamespace(max_scores=scores.amax(dim=-1))
+
+
+def _same_maxima(
+    context: ParallelContext, *, kind: str, comm: str, groups: int, kernel: bool = False
+) -> None:
+    if kernel:
+        given: Any = flex
+        given.flex_fits = lambda query, dropout: True
+        given.flex_attention = plain_flex
     attention_logits.BLOCK["cpu"], attention_logits.LEAST_QUERIES = 40, 3
     cp, rank = context.pgs.cp.size(), context.cp_rank
     windows = {"window_size": (3, 0)} if kind == "window" else {}
@@ -78,6 +101,15 @@ def test_heads_have_their_largest_logits_in_every_layout(
     kind: str, comm: str, groups: int, cp: int
 ) -> None:
     arguments = {"kind": kind, "comm": comm, "groups": groups}
+    on_ranks(_same_maxima, {"cp": cp}, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "comm", "groups", "cp"),
+    [("causal", "p2p", 2, 1), ("documents", "a2a", 2, 2), ("window", "p2p", 1, 2)],
+)
+def test_a_kernel_finds_the_same_logits(kind: str, comm: str, groups: int, cp: int) -> None:
+    arguments = {"kind": kind, "comm": comm, "groups": groups, "kernel": True}
     on_ranks(_same_maxima, {"cp": cp}, **arguments)
 
 

@@ -15,6 +15,7 @@ from megatron_ext.optim.update import parts_of, update_parameters
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
 from tests.layers.mixers import test_delta_mixers as delta
+from tests.layers.mixers import test_mamba as mamba
 from tests.layers.mixers import test_sparse_attention as sparse
 from tests.layers.test_lora import CONSTANT, near
 from tests.numerics.stock import gpt_config
@@ -26,8 +27,9 @@ MUON = "--optimizer muon --muon-use-nesterov --muon-extra-scale-factor 0.2".spli
 ROWS = {
     "G": {"q": 8, "k": 8, "v": 24, "z": 24, "b": 2, "a": 2},
     "K": {"q": 8, "k": 8, "v": 12, "beta": 1},
+    "M": {"z": 16, "x": 16, "B": 16, "C": 16, "dt": 2},
 }
-"""Rows of each matrix in the fused projection of a mixer, for one head of its keys."""
+"""Rows of each matrix in the fused projection of a mixer, for one head of its keys or group."""
 VECTORS = re.compile(r"conv|norm|A_log|dt_bias|^D$")
 """Names of the parameters that are no matrices."""
 
@@ -111,9 +113,15 @@ def _check(
 
 
 def _mixer(context: ParallelContext, *, kind: str, flags: str) -> None:
-    transformer_config = delta.configured(context, kind)
-    module = delta.built(context, kind, transformer_config)
-    heads = delta.key_heads(kind)
+    module: Any
+    if kind == "M":
+        transformer_config = mamba.configured(context)
+        module = mamba.built(context, transformer_config)
+        heads = mamba.GROUPS
+    else:
+        transformer_config = delta.configured(context, kind)
+        module = delta.built(context, kind, transformer_config)
+        heads = delta.key_heads(kind)
     shards = {name: plain.shard_of(name, x, context) for name, x in module.named_parameters()}
     whole = {name: [plain.full_weight(name, shard.shape)] for name, shard in shards.items()}
     whole["in_proj.weight"] = [
@@ -122,7 +130,7 @@ def _mixer(context: ParallelContext, *, kind: str, flags: str) -> None:
     vectors = [name for name in whole if VECTORS.search(name)]
 
     def own(name: str, parts: Sequence[Tensor]) -> Tensor:
-        # The rows of a head follow those of another one.
+        # The rows of a head or group follow those of another one.
         turns = [part.chunk(heads)[head] for head in range(heads) for part in parts]
         return shards[name].of(torch.cat(turns) if len(parts) > 1 else parts[0])
 
@@ -134,6 +142,7 @@ def _mixer(context: ParallelContext, *, kind: str, flags: str) -> None:
     [
         ("G", {"tp": 2}, ""),
         ("K", {"tp": 2}, "--muon-tp-mode distributed"),
+        ("M", {"tp": 2}, ""),
         pytest.param("G", {}, "", marks=pytest.mark.slow),
         pytest.param("K", {"tp": 2, "dp": 2}, SHARED, marks=pytest.mark.slow),
     ],

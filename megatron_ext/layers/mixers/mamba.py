@@ -126,6 +126,8 @@ class MambaMixer(RecurrentMixer):
         """Channels of a group that are convolved."""
         rows = all_groups * (self.group_size + self.mixed_size + self.per_group)
         self.in_proj = self.column_linear(submodules.in_proj, config.hidden_size, rows)
+        states = (self.state_dim, self.state_dim)
+        self.in_proj.matrix_rows = (self.group_size, self.group_size, *states, self.per_group)
         self.out_proj = self.row_linear(submodules.out_proj, all_heads * self.head_dim)
         self.out_norm = GatedNorm(config, all_heads * self.head_dim, self.tp_group)
         channels = self.groups * self.mixed_size
