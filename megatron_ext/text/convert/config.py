@@ -371,7 +371,24 @@ def _configuration(raw: dict[str, Any]) -> Any:
         # Users cannot change the file of a published model, so hide advice about its old entries.
         warnings.simplefilter("ignore", FutureWarning)
         # Copy, since transformers changes its arguments.
-        return AutoConfig.for_model(**copy.deepcopy(given))
+        return AutoConfig.for_model(**_with_infinite(copy.deepcopy(given)))
+
+
+def _with_infinite(content: Any) -> Any:
+    """Return entries of a config.json with the numbers that transformers writes as objects.
+
+    It writes infinity as ``{"__float__": "Infinity"}``, and reads it only from a file.
+    """
+    if isinstance(content, list):
+        return [_with_infinite(value) for value in content]
+    if not isinstance(content, dict):
+        return content
+    if content.keys() == {_FLOAT}:
+        return float(content[_FLOAT])
+    return {key: _with_infinite(value) for key, value in content.items()}
+
+
+_FLOAT = "__float__"
 
 
 def _refuse_unsupported(settings: Settings, raw: dict[str, Any], family: Family) -> None:

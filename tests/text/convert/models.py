@@ -228,8 +228,9 @@ def class_of(folder: Path) -> Any:
     """
     content = json.loads((folder / "config.json").read_text())
     known = FAMILIES[content["model_type"]].known_as or content["model_type"]
-    config = AutoConfig.for_model(**as_known(content))
-    config = None if known == content["model_type"] else config
+    config = None
+    if known != content["model_type"]:
+        config = AutoConfig.for_model(**as_known(content))
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, config=config)
 
 

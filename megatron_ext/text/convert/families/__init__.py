@@ -83,6 +83,9 @@ MODULES = {
     "starcoder2": "starcoder2",
     # decoders with recurrent layers
     "qwen3_next": "qwen3_next",
+    "nemotron_h": "nemotron_h",
+    "bamba": "bamba",
+    "granitemoehybrid": "granitemoehybrid",
 }
 """The module of each `model_type`.
 
@@ -90,11 +93,10 @@ A model trained from scratch is exported as the first family that fits.
 """
 LACKING: dict[str, str] = {
     # linear attention and state spaces
-    **dict.fromkeys(
-        "bamba falcon_h1 falcon_mamba granitemoehybrid jamba mamba mamba2 nemotron_h zamba "
-        "zamba2".split(),
-        "state spaces (Mamba)",
-    ),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), "the first Mamba"),
+    "falcon_h1": "attention beside Mamba-2 in one layer",
+    "mamba2": "a norm over all channels of Mamba-2",
+    "zamba2": "attention whose weights several layers share",
     **dict.fromkeys(
         "bailing_hybrid kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
         "qwen3_5_text".split(),

@@ -4,7 +4,7 @@ Odd are heads that do not divide the hidden size, a single key head, tied or unt
 windows, biases: settings in which a mistake in the order of rows or in a size shows.
 """
 
-from tests.text.convert.settings import dense, experts, first, mixers, older
+from tests.text.convert.settings import dense, experts, first, mamba, mixers, older
 from tests.text.convert.settings.kinds import Settings
 
 SETTINGS: dict[str, tuple[Settings, Settings]] = {
@@ -13,5 +13,6 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
     **experts.SETTINGS,
     **older.SETTINGS,
     **mixers.SETTINGS,
+    **mamba.SETTINGS,
 }
 """The settings by `model_type`."""
