@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
@@ -192,6 +193,8 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
         for weight in (*model.parameters(), *(x for x in floating if x.data_ptr() in stored)):
             weight += (0.1 if weight.dim() < 2 else 0.15) * torch.randn_like(weight)
     model.save_pretrained(folder, **save)
+    if name == "kimi_linear":
+        rename_as_published(folder / "model.safetensors")
     if known != name:
         content = json.loads((folder / "config.json").read_text())
         own = {"model_type": name, "architectures": [FAMILIES[name].architecture]}
@@ -199,6 +202,15 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
         rest = {key: value for key, value in content.items() if key not in foreign}
         (folder / "config.json").write_text(json.dumps({**rest, **own}))
     return folder
+
+
+def rename_as_published(path: Path) -> None:
+    """Rename the MLPs without experts of Kimi Linear, which transformers writes like the others."""
+    names = {f"block_sparse_moe.{kind}_proj": f"mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+    tensors = load_file(path)
+    for written, published in names.items():
+        tensors = {name.replace(written, published): x for name, x in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
 
 
 def as_known(content: dict[str, Any]) -> dict[str, Any]:

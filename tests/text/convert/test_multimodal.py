@@ -54,6 +54,23 @@ WHOLE: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0],
         },
     },
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        {
+            "image_token_id": 299,
+            "video_token_id": 298,
+            "vision_start_token_id": 297,
+            "vision_end_token_id": 296,
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "depth": 2,
+                "num_heads": 2,
+                "patch_size": 8,
+                "out_hidden_size": 64,
+            },
+        },
+    ),
     "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 299, "vision_config": VISION},
 }
 """Entries of config.json beside those of the text part, by `model_type`."""

@@ -86,6 +86,9 @@ MODULES = {
     "nemotron_h": "nemotron_h",
     "bamba": "bamba",
     "granitemoehybrid": "granitemoehybrid",
+    "kimi_linear": "kimi_linear",
+    "qwen3_5_text": "qwen3_5",
+    "qwen3_5_moe_text": "qwen3_5",
 }
 """The module of each `model_type`.
 
@@ -98,8 +101,7 @@ LACKING: dict[str, str] = {
     "mamba2": "a norm over all channels of Mamba-2",
     "zamba2": "attention whose weights several layers share",
     **dict.fromkeys(
-        "bailing_hybrid kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text "
-        "qwen3_5_text".split(),
+        ("bailing_hybrid", "minimax", "olmo_hybrid"),
         "linear attention",
     ),
     **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "recurrence instead of attention"),
@@ -146,6 +148,8 @@ MULTIMODAL = {
             also_named=("KimiK25ForConditionalGeneration",),
         ),
         Multimodal("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",)),
+        Multimodal("qwen3_5", "Qwen3_5ForConditionalGeneration", ("qwen3_5_text",)),
+        Multimodal("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",)),
     )
 }
 """Multimodal models of which the text part can be converted, by `model_type`."""

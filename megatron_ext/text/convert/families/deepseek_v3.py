@@ -213,17 +213,20 @@ def scaled(key: str) -> Entry:
     )
 
 
-def groups(ranking: int) -> Entry:
+def groups(
+    ranking: int, *, number: str = "n_group", per_token: str = "num_experts_per_tok"
+) -> Entry:
     """Return the entries of groups of experts.
 
     Args:
         ranking: how many of a group's best expert scores are summed to rank the group.
+        number, per_token: names of the entries with the numbers of groups and of a token's experts.
     """
 
     def read(settings: Settings) -> Fields:
-        count = settings["n_group"] or 1
+        count = settings[number] or 1
         chosen = settings["topk_group"] or 1
-        usual = count == 1 or settings["num_experts_per_tok"] // chosen == ranking
+        usual = count == 1 or settings[per_token] // chosen == ranking
         return {
             "moe_router_num_groups": count if count > 1 else None,
             "moe_router_group_topk": chosen if count > 1 else None,
@@ -232,10 +235,10 @@ def groups(ranking: int) -> Entry:
 
     return Translated(
         ("moe_router_num_groups", "moe_router_group_topk", "moe_router_group_scores"),
-        ("n_group", "topk_group"),
+        (number, "topk_group"),
         read,
         lambda gpt: {
-            "n_group": gpt.moe.moe_router_num_groups or 1,
+            number: gpt.moe.moe_router_num_groups or 1,
             "topk_group": gpt.moe.moe_router_group_topk or 1,
         },
     )

@@ -5,39 +5,37 @@ from typing import Any
 from megatron_ext.config.layers import ATTENTION, EXPERTS, mixer_of, mlp_of
 from megatron_ext.text.convert.delta_rows import convolution, grouped_projection
 from megatron_ext.text.convert.entries import Rotary, Translated, copies
-from megatron_ext.text.convert.families import llama, qwen2_moe, qwen3_moe
+from megatron_ext.text.convert.families import llama, qwen2_moe, qwen3, qwen3_moe
 from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.weights import Given, separate_gated_qkv
 
 DELTA = "G"
-NAMES = {"linear_attention": DELTA, "full_attention": ATTENTION}
-"""The letter of our mixer, by transformers' name of its kind in ``layer_types``."""
+LINEAR, FULL = "linear_attention", "full_attention"
+REFUSED_TYPES = f"`layer_types` other than {LINEAR}, {FULL}"
 
 
-def mixers(settings: Settings) -> list[str]:
-    """Return the letter of the mixer of each layer."""
+def mixers(settings: Settings, recurrent: str) -> list[str]:
+    """Return the letter of the mixer of each layer; ``recurrent`` is that of linear attention."""
+    names = {LINEAR: recurrent, FULL: ATTENTION}
     types = settings["layer_types"]
-    settings.read.add("full_attention_interval")
-    unknown = [kind for kind in types if kind not in NAMES]
+    unknown = [kind for kind in types if kind not in names]
     if unknown:
-        settings.refuse("layer_types", unknown[0], f"use a model with {' and '.join(NAMES)} alone")
-    return [NAMES[kind] for kind in types]
+        settings.refuse("layer_types", unknown[0], f"use a model with {LINEAR} and {FULL} alone")
+    return [names[kind] for kind in types]
 
 
 def layer_types(gpt: Gpt) -> list[str]:
     """Return the entry ``layer_types``."""
-    return [
-        "full_attention" if mixer_of(kind) == ATTENTION else "linear_attention"
-        for kind in gpt.kinds
-    ]
+    return [FULL if mixer_of(kind) == ATTENTION else LINEAR for kind in gpt.kinds]
 
 
 def _read_layers(settings: Settings) -> Fields:
+    settings.read.add("full_attention_interval")
     step = settings["decoder_sparse_step"] or 1
     dense = settings["mlp_only_layers"] or []
     kinds = [
         mixer + (EXPERTS if layer not in dense and (layer + 1) % step == 0 else "-")
-        for layer, mixer in enumerate(mixers(settings))
+        for layer, mixer in enumerate(mixers(settings, DELTA))
     ]
     return {"hybrid_layer_pattern": "".join(kinds)}
 
@@ -56,7 +54,7 @@ LAYERS = Translated(
     ("layer_types", "full_attention_interval", "decoder_sparse_step", "mlp_only_layers"),
     _read_layers,
     _write_layers,
-    ("`layer_types` other than linear_attention, full_attention",),
+    (REFUSED_TYPES,),
 )
 """The mixer of each layer, and whether it has experts."""
 SIZES = copies(
@@ -98,17 +96,25 @@ SHARED: Given = {
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 """The sources of the shared expert and its gate."""
+WEIGHTS = llama.WEIGHTS.but(layer={**GATED, **qwen2_moe.EXPERTS, **SHARED, **DELTA_NET})
+_ENTRIES = (LAYERS, *SIZES, Rotary(default_share=0.25, share_always=True), llama.ATTENTION_BIAS)
+DENSE = qwen3.FAMILY.but(
+    model_type="qwen3",
+    architecture="",
+    says="",
+    entries=_ENTRIES,
+    fixed=FIXED,
+    weights=WEIGHTS,
+)
+"""A decoder of such layers without experts."""
 FAMILY = qwen3_moe.FAMILY.but(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     says="gated DeltaNet between attention with gates, experts, a shared expert behind a gate",
     entries=(
-        LAYERS,
-        *SIZES,
-        Rotary(default_share=0.25, share_always=True),
-        llama.ATTENTION_BIAS,
+        *_ENTRIES,
         *copies({"moe_shared_expert_intermediate_size": "shared_expert_intermediate_size"}),
     ),
     fixed={**FIXED, "moe_shared_expert_gate": True},
-    weights=llama.WEIGHTS.but(layer={**GATED, **qwen2_moe.EXPERTS, **SHARED, **DELTA_NET}),
+    weights=WEIGHTS,
 )

@@ -1,0 +1,75 @@
+"""The text parts of Qwen3.5: Qwen3-Next with projections of its own, with and without experts.
+
+Where there are no images, the three coordinates of a token's position are the same, so that the
+positions are Qwen3-Next's. The tensors of all experts may be stacked, as published, or not.
+"""
+
+from typing import Any
+
+from megatron_ext.text.convert.delta_rows import separate_projection
+from megatron_ext.text.convert.entries import Translated
+from megatron_ext.text.convert.families import qwen3_next
+from megatron_ext.text.convert.family import Fields, Gpt, Settings
+from megatron_ext.text.convert.weights import Given, Weights, whole
+
+
+def _layers(mlp: str) -> Translated:
+    """Return the entry of the mixers of layers with MLPs or experts of one letter."""
+
+    def read(settings: Settings) -> Fields:
+        settings.read.add("full_attention_interval")
+        kinds = [mixer + mlp for mixer in qwen3_next.mixers(settings, qwen3_next.DELTA)]
+        return {"hybrid_layer_pattern": "".join(kinds)}
+
+    def write(gpt: Gpt) -> dict[str, Any]:
+        return {"layer_types": qwen3_next.layer_types(gpt)}
+
+    return Translated(
+        ("hybrid_layer_pattern", "moe_layer_freq"),
+        ("layer_types", "full_attention_interval"),
+        read,
+        write,
+        (qwen3_next.REFUSED_TYPES,),
+    )
+
+
+_PROJECTION: Given = {
+    "self_attention.in_proj.weight": separate_projection(
+        *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
+    )
+}
+_WEIGHTS = qwen3_next.FAMILY.weights.but(layer=_PROJECTION)
+
+
+def _stacked(*, transposed: bool) -> Weights:
+    return _WEIGHTS.but(
+        layer={
+            "mlp.experts.experts.linear_fc1.weight": whole(
+                "mlp.experts.gate_up_proj", transposed=transposed, stacked=True
+            ),
+            "mlp.experts.experts.linear_fc2.weight": whole(
+                "mlp.experts.down_proj", transposed=transposed, stacked=True
+            ),
+        }
+    )
+
+
+FAMILIES = (
+    qwen3_next.DENSE.but(
+        model_type="qwen3_5_text",
+        architecture="Qwen3_5ForCausalLM",
+        says="gated DeltaNet between attention with gates",
+        entries=(_layers("-"),),
+        weights=_WEIGHTS,
+    ),
+    qwen3_next.FAMILY.but(
+        model_type="qwen3_5_moe_text",
+        architecture="Qwen3_5MoeForCausalLM",
+        says="gated DeltaNet between attention with gates, experts, a shared expert behind a gate",
+        entries=(_layers("E"),),
+        fixed={"moe_router_pre_softmax": False},
+        without=("intermediate_size",),
+        weights=_WEIGHTS,
+        read_too=(_stacked(transposed=False), _stacked(transposed=True)),
+    ),
+)
