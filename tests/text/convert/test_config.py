@@ -105,7 +105,7 @@ DEEPSEEK = MODELS["deepseek_v3"]
         ({"model_type": "bert"}, "`model_type` 'bert', which cannot be converted; use one of"),
         ({"model_type": None}, "`model_type` None, which cannot be converted"),
         (
-            {"model_type": "qwen3_next"},
+            {"model_type": "olmo_hybrid"},
             "cannot be converted, since its models have linear attention",
         ),
         ({**DEEPSEEK, "partial_rotary_factor": 0.5}, "`partial_rotary_factor` 0.5, which the"),

@@ -23,6 +23,14 @@ VISION = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,
     "image_size": 16, "patch_size": 8,
 }  # fmt: skip
+QWEN = {
+    "image_token_id": 299, "video_token_id": 298, "vision_start_token_id": 297,
+    "vision_end_token_id": 296,
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 48, "depth": 2, "num_heads": 2, "patch_size": 8,
+        "out_hidden_size": 64,
+    },
+}  # fmt: skip
 WHOLE: dict[str, dict[str, Any]] = {
     "mistral3": {"spatial_merge_size": 2, "image_token_index": 299, "vision_config": VISION},
     "kimi_k25": {
@@ -54,30 +62,20 @@ WHOLE: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0],
         },
     },
-    **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe"),
-        {
-            "image_token_id": 299,
-            "video_token_id": 298,
-            "vision_start_token_id": 297,
-            "vision_end_token_id": 296,
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "depth": 2,
-                "num_heads": 2,
-                "patch_size": 8,
-                "out_hidden_size": 64,
-            },
-        },
-    ),
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN,
     "gemma3": {"mm_tokens_per_image": 4, "image_token_index": 299, "vision_config": VISION},
 }
 """Entries of config.json beside those of the text part, by `model_type`."""
 
 
-TEXT: dict[str, dict[str, Any]] = {"kimi_k25": {"q_lora_rank": 20}}
-"""Entries of the text part without which transformers cannot read what it has written."""
+TEXT: dict[str, dict[str, Any]] = {
+    # Without it, transformers cannot read what it has written.
+    "kimi_k25": {"q_lora_rank": 20},
+    # Less rounding in recurrent layers, see `settings.mixers`.
+    "qwen3_5_moe": {"rms_norm_eps": 1e-2},
+}
+"""Other entries of the text part."""
 
 
 def make_whole(name: str, folder: Path, number: int = 0) -> Path:
