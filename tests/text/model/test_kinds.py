@@ -42,7 +42,7 @@ SPARSE = (
 FLAGS = {
     "M-*G-K-/*-": HEADS,
     "ME-GE*E/GE": f"{HEADS} {EXPERTS}",
-    "D-*-D-": SPARSE,
+    "D-*-D-D-": SPARSE,
 }
 """Pattern -> the flags that it needs."""
 TP, PP, CP = (f"--{axis}-parallel-size 2" for axis in ("tensor-model", "pipeline-model", "context"))
@@ -64,11 +64,14 @@ def truths() -> dict[str, list[tuple[float, float]]]:
         (4, "M-*G-K-/*-", f"{TP} {CP} {PACKED}"),
         (2, "M-*G-K-/*-", "--recompute-granularity full --recompute-method uniform "
          "--recompute-num-layers 2"),
-        pytest.param(2, "ME-GE*E/GE", f"{TP} --expert-model-parallel-size 2 --sequence-parallel",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            2, "ME-GE*E/GE",
+            f"{TP} --sequence-parallel --expert-model-parallel-size 2 "
+            "--expert-tensor-parallel-size 1", marks=pytest.mark.slow,
+        ),
         (4, "ME-|GE*E/GE", f"{PP} {CP} --expert-model-parallel-size 2"),
-        (2, "D-*-D-", f"{CP} {PACKED}"),
-        pytest.param(2, "D-*-D-", f"{TP} --sequence-parallel", marks=pytest.mark.slow),
+        (2, "D-*-D-D-", f"{CP} {PACKED}"),
+        pytest.param(2, "D-*-D-D-", f"{TP} --sequence-parallel", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_every_layout_trains_as_one_rank(
@@ -101,7 +104,7 @@ def _in_turns(folder: Path, *runs: str) -> list[tuple[float, float]]:
     return [(row["lm loss"], row["grad_norm"]) for row in rows]
 
 
-@pytest.mark.parametrize("pattern", ["M-*G-K-/*-", "D-*-D-"])
+@pytest.mark.parametrize("pattern", ["M-*G-K-/*-", "D-*-D-D-"])
 def test_a_run_goes_on_in_another_layout(pattern: str, tmp_path: Path) -> None:
     flags = f"--hybrid-layer-pattern {pattern} {FLAGS[pattern]} --use-distributed-optimizer"
     tensor = f"{flags} {TP} --sequence-parallel"
