@@ -46,7 +46,7 @@ def speaking_model(folder: Path, name: str = "qwen3") -> Path:
 def prompts(count: int = 7) -> list[tuple[int, ...]]:
     """Return prompts of unequal lengths, from 1 token on."""
     draw = torch.Generator().manual_seed(3)
-    lengths = [1, 5, 2, 9, 17, 3, 12][:count]
+    lengths = [1, 5, 2, 9, 17, 3, 12, 8][:count]
     return [tuple(torch.randint(2, VOCABULARY, (n,), generator=draw).tolist()) for n in lengths]
 
 

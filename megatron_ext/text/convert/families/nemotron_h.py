@@ -97,8 +97,18 @@ FAMILY = llama.BASE.but(
         Switch("use_conv_bias", ("mamba_conv_bias",)),
         Choice("mlp_hidden_act", {"relu2": ACTIVATIONS["relu2"], **ACTIVATIONS}),
     ),
-    fixed={"position_embedding_type": "none", "swiglu": False},
-    only={"mamba_hidden_act": "silu", "use_bias": False, "mlp_bias": False},
+    fixed={
+        "position_embedding_type": "none",
+        "swiglu": False,
+        "untie_embeddings_and_output_weights": True,
+    },
+    only={
+        "mamba_hidden_act": "silu",
+        "use_bias": False,
+        "mlp_bias": False,
+        # transformers' class ties nothing.
+        "tie_word_embeddings": False,
+    },
     without=("rope_theta", "hidden_act"),
     weights=llama.WEIGHTS.but(
         without=("self_attention.", "input_layernorm", "mlp.", "pre_mlp_layernorm"),

@@ -20,6 +20,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             **_NEMOTRON, "tie_word_embeddings": False, "time_step_min": 0.3,
             "layers_block_type": [
                 "linear_attention", "moe", "full_attention", "moe", "linear_attention", "mlp",
+                "full_attention",
             ],
             "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16,
             "moe_shared_expert_intermediate_size": 20, "n_group": 4, "topk_group": 2,
@@ -28,7 +29,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
         {
             **_NEMOTRON, "n_groups": 3, "conv_kernel": 3, "use_conv_bias": False,
             "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 14,
-            "hybrid_override_pattern": "M-MM*-M-", "mlp_hidden_act": "gelu",
+            "hybrid_override_pattern": "M-MM*-", "mlp_hidden_act": "gelu",
         },
     ),
     "bamba": (
@@ -37,7 +38,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             "tie_word_embeddings": False, "time_step_limit": [0.1, 1.5],
         },
         {
-            **_SIZES, "num_hidden_layers": 3, "attn_layer_indices": [2], "mamba_n_groups": 1,
+            **_SIZES, "num_hidden_layers": 4, "attn_layer_indices": [2], "mamba_n_groups": 1,
             "mamba_d_conv": 3, "mamba_conv_bias": False, "num_attention_heads": 4,
             "num_key_value_heads": 1, "tie_word_embeddings": True, "attention_bias": True,
             "mlp_bias": True,
@@ -52,11 +53,11 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             ],
         },
         {
-            **_GRANITE, "num_hidden_layers": 3, "num_local_experts": 0, "num_experts_per_tok": 0,
+            **_GRANITE, "num_hidden_layers": 4, "num_local_experts": 0, "num_experts_per_tok": 0,
             "shared_intermediate_size": 40, "position_embedding_type": "rope",
             "mamba_n_groups": 1, "mamba_d_conv": 3, "mamba_conv_bias": False,
             "num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False,
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "layer_types": [*["linear_attention"] * 3, "full_attention"],
         },
     ),
 }  # fmt: skip
