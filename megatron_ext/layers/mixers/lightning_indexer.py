@@ -144,19 +144,33 @@ class LightningIndexer(MegatronModule):  # type: ignore[misc]
         return IndexVectors(query, key, weights)
 
 
+def rectified_products(query: Tensor, key: Tensor) -> Tensor:
+    """Return ``relu(q . k)`` ``[b, q, H, e]`` of q queries and e keys, in float32 or float64.
+
+    Args:
+        query: ``[q, b, H, D]``.
+        key: ``[e, b, D]``.
+    """
+    rows = _wide(query).permute(1, 0, 2, 3).flatten(1, 2)
+    products = torch.bmm(rows, _wide(key).permute(1, 2, 0))
+    return torch.unflatten(products.relu_(), 1, query.shape[0:3:2])
+
+
+def weighted(products: Tensor, weights: Tensor) -> Tensor:
+    """Return the scores ``[b, q, e]``: products ``[b, q, H, e]`` by weights ``[q, b, H]``."""
+    return torch.matmul(weights.transpose(0, 1).unsqueeze(2), products).squeeze(2)
+
+
 def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
-    """Return the scores ``[b, q, e]`` of q queries for e keys, in float32 or float64.
+    """Return the scores ``[b, q, e]`` of q queries for e keys, without a gradient.
 
     Args:
         query: ``[q, b, H, D]``.
         key: ``[e, b, D]``.
         weights: ``[q, b, H]``.
     """
-    num_queries, _, heads, _ = query.shape
-    rows = _wide(query).permute(1, 0, 2, 3).flatten(1, 2)
-    products = torch.bmm(rows, _wide(key).permute(1, 2, 0)).relu()
-    per_head = torch.unflatten(products, 1, (num_queries, heads))
-    return torch.matmul(weights.transpose(0, 1).unsqueeze(2), per_head).squeeze(2)
+    with torch.no_grad():
+        return weighted(rectified_products(query, key), weights)
 
 
 def chosen_keys(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
@@ -229,18 +243,6 @@ def _padded(rows: Tensor, count: int) -> Tensor:
     return torch.cat((rows, rows.new_zeros(count - len(rows), *rows.shape[1:])))
 
 
-def divergences(scores: Tensor, target: Tensor, within: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence of ``softmax(scores)`` from the target, ``[b, q]``.
-
-    Args:
-        scores: ``[b, q, e]``.
-        target: probabilities ``[b, q, e]``, 0 outside ``within``.
-        within: ``[b or 1, q, e]``, True at the keys that count.
-    """
-    logs = scores.masked_fill(~within, -torch.inf).log_softmax(dim=-1).masked_fill(~within, 0.0)
-    return (torch.xlogy(target, target) - target * logs).sum(dim=-1)
-
-
 class _WithGradients(torch.autograd.Function):
     """A scalar loss whose gradients are known already."""
 
@@ -275,26 +277,48 @@ class IndexerLoss:
             torch.zeros_like(vectors.weights),
         )
 
-    def scores(self, rows: slice, end: int) -> tuple[IndexVectors, Tensor]:
-        """Return inputs with gradients, and the scores ``[b, q, e]`` computed from them.
+    def products(self, rows: slice, end: int) -> tuple[Tensor, Tensor]:
+        """Return the `rectified_products` and the scores of the queries ``rows``.
 
-        ``rows`` are the queries, and ``end`` is the number e of their keys.
+        ``end`` is the number of their keys.
         """
         query, key, weights = self.vectors
-        parts = query[rows], key[:end], weights[rows]
-        inputs = IndexVectors(*(part.detach().requires_grad_() for part in parts))
-        return inputs, index_scores(*inputs)
+        with torch.no_grad():
+            products = rectified_products(query[rows], key[:end])
+            return products, weighted(products, weights[rows])
 
+    @torch.no_grad()
     def add(
-        self, rows: slice, inputs: IndexVectors, scores: Tensor, target: Tensor, within: Tensor
+        self, rows: slice, products: Tensor, scores: Tensor, target: Tensor, within: Tensor
     ) -> None:
-        """Add the losses of a block; arguments are those of `scores` and `divergences`."""
-        loss = divergences(scores, target, within).sum()
-        query, key, weights = torch.autograd.grad(loss, inputs)
-        self._sum += loss.detach()
-        self._gradients.query[rows] = query
-        self._gradients.key[: len(key)] += key
-        self._gradients.weights[rows] = weights
+        """Add the losses of the queries ``rows``, and their gradients.
+
+        The loss of a query is the Kullback-Leibler divergence of ``softmax(scores)`` from the
+        target, whose gradient is ``softmax(scores) - target``.
+
+        Args:
+            products, scores: the results of `products`.
+            target: probabilities ``[b, q, e]``, 0 outside ``within``.
+            within: ``[b or 1, q, e]``, True at the keys that count.
+        """
+        query, key, weights = self.vectors
+        end = scores.size(-1)
+        logs = scores.masked_fill(~within, -torch.inf).log_softmax(dim=-1)
+        # A log of 0 is -inf, which the target's 0 would make NaN.
+        crossed = target * logs.masked_fill(~within, 0.0)
+        self._sum += (torch.xlogy(target, target) - crossed).sum()
+        change = logs.exp_().sub_(target)
+        of_weights = torch.matmul(products, change.unsqueeze(-1)).squeeze(-1)
+        own = weights[rows].transpose(0, 1)
+        of_products = (products > 0) * (own.unsqueeze(-1) * change.unsqueeze(2))
+        by_row = of_products.flatten(1, 2)
+        of_query = torch.bmm(by_row, _wide(key[:end]).transpose(0, 1))
+        queries = _wide(query[rows]).permute(1, 0, 2, 3).flatten(1, 2)
+        of_key = torch.bmm(by_row.transpose(1, 2), queries)
+        of_query = torch.unflatten(of_query, 1, products.shape[1:3])
+        self._gradients.query[rows] = of_query.permute(1, 0, 2, 3).to(query.dtype)
+        self._gradients.key[:end] += of_key.transpose(0, 1)
+        self._gradients.weights[rows] = of_weights.transpose(0, 1)
 
     def total(self) -> Tensor:
         """Return the sum of all losses, a scalar that autograd connects with the vectors.

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
@@ -197,13 +198,16 @@ class SparseDotProductAttention(DotProductAttention):
         self.length = length
         outputs = []
         cp = self.cp_group
+        channels = value.size(-1)
+        if not dense:
+            query, key, value = self._of_one_size(query, key, value)
         rows = self._rows_of_block(query, index, learns=learns)
         for block in query_blocks(query.size(0), cp.rank(), cp.size(), rows):
             chosen = self._choose(query, key, block, index, attention_mask, loss)
             if not dense:
                 outputs.append(self._attend(query, key, value, block, chosen))
         if attended is None:
-            attended = torch.cat(outputs).flatten(2)
+            attended = torch.cat(outputs)[..., :channels].flatten(2)
         return attended if loss is None else self._with_loss(attended, loss, length)
 
     def attend_after(
@@ -222,13 +226,29 @@ class SparseDotProductAttention(DotProductAttention):
         if key.size(0) <= self.topk:
             return self.attend_locally(query, key, value, None, first_query=first)
         outputs = []
+        channels = value.size(-1)
+        query, key, value = self._of_one_size(query, key, value)
         rows = self._rows_of_block(query, index, learns=False)
         for start in range(0, len(query), rows):
             stop = min(start + rows, len(query))
             block = Block(slice(start, stop), first + start, first + stop)
             chosen = self._choose(query, key, block, index, None, None)
             outputs.append(self._attend(query, key, value, block, chosen))
-        return torch.cat(outputs)
+        return torch.cat(outputs)[..., :channels]
+
+    def _of_one_size(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return heads with channels of zeros, so that all have one size if a kernel needs it.
+
+        A CPU's kernel would copy the keys and values of each block of queries otherwise.
+        """
+        size = max(key.size(-1), value.size(-1))
+        if query.is_cuda or self._computes_scores(query) or key.size(-1) == value.size(-1):
+            return query, key, value
+        padded = (F.pad(x, (0, size - x.size(-1))) for x in (query, key, value))
+        query, key, value = padded
+        return query, key, value
 
     def _rows_of_block(self, query: Tensor, index: IndexVectors, *, learns: bool) -> int:
         """Return how many queries of ``[q, b, n, d]`` are handled together."""
@@ -260,12 +280,11 @@ class SparseDotProductAttention(DotProductAttention):
         own = slice(rows.start + share.start, rows.start + share.stop)
         allowed = _allowed(mask, Block(own, first + share.start, end), query.device)
         if loss is None:
-            with torch.no_grad():
-                scores = index_scores(index.query[own], index.key[:end], index.weights[own])
-                chosen = chosen_keys(scores, allowed, self.topk)
-                return gathered_rows(chosen, count, self.tp_group)
-        inputs, scores = loss.scores(own, end)
-        own_chosen = chosen_keys(scores.detach(), allowed, self.topk)
+            scores = index_scores(index.query[own], index.key[:end], index.weights[own])
+            chosen = chosen_keys(scores, allowed, self.topk)
+            return gathered_rows(chosen, count, self.tp_group)
+        products, scores = loss.products(own, end)
+        own_chosen = chosen_keys(scores, allowed, self.topk)
         chosen = gathered_rows(own_chosen, count, self.tp_group)
         counted = allowed
         within = _allowed(mask, block, query.device)
@@ -276,7 +295,7 @@ class SparseDotProductAttention(DotProductAttention):
             target = attention_target(
                 query[rows], key[:end], within, self.softmax_scale, self.tp_group
             )
-        loss.add(own, inputs, scores, target, counted)
+        loss.add(own, products, scores, target, counted)
         return chosen
 
     def _computes_scores(self, query: Tensor) -> bool:

@@ -203,10 +203,11 @@ class Activations(GptRun):
         kept += self.dropout(sizes.residual_tokens * sizes.h, model.hidden_dropout)
         scores = self.scores()
         if self.recomputes("core_attn"):
-            return LayerBytes(kept, self._attention_transient() + scores + out)
-        return LayerBytes(kept + scores, self._attention_transient())
+            return LayerBytes(kept, self.attention_transient() + scores + out)
+        return LayerBytes(kept + scores, self.attention_transient())
 
-    def _attention_transient(self) -> int:
+    def attention_transient(self) -> int:
+        """Return the bytes that attention needs besides those that it keeps."""
         sizes = self.sizes
         qkv = sizes.projected // sizes.tp
         weight = qkv * sizes.h * sizes.width  # the output projection's is smaller
@@ -513,11 +514,7 @@ class Activations(GptRun):
         letter = mixer_of(kind)
         num_values = 0
         if letter == ATTENTION:
-            heads = sizes.projected + sizes.n * sizes.d
-            num_values = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h
-            if sizes.latent is not None:
-                small = 2 * sizes.latent.small - sizes.latent.rotated
-                num_values += sizes.residual_tokens * small
+            num_values = self.attention_deferred()
         elif letter:
             num_values = self.mixers[letter].deferred(self)
         if mlp_of(kind):
@@ -529,6 +526,16 @@ class Activations(GptRun):
             inner = 3 if self.config.model.gated else 2
             num_values += tokens * inner * width + 2 * sizes.residual_tokens * sizes.h
         return num_values * sizes.width
+
+    def attention_deferred(self) -> int:
+        """Return the elements in the inputs and outputs of attention's linear layers."""
+        sizes = self.sizes
+        heads = sizes.projected + sizes.n * sizes.d
+        num_values = sizes.tokens * heads // sizes.tp + 2 * sizes.residual_tokens * sizes.h
+        if sizes.latent is not None:
+            small = 2 * sizes.latent.small - sizes.latent.rotated
+            num_values += sizes.residual_tokens * small
+        return num_values
 
     def loss(self) -> LayerBytes:
         sizes = self.sizes

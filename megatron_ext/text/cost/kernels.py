@@ -135,7 +135,9 @@ def layer_kernels(network: GptFlops, kind: str) -> Counter[tuple[str, Phase]]:
     count: Counter[tuple[str, Phase]] = Counter()
     letter = mixer_of(kind)
     if letter:
-        mixer = ATTENTION_KERNELS if letter == ATTENTION else network.mixers[letter].kernels
+        mixer = (
+            ATTENTION_KERNELS if letter == ATTENTION else network.mixers[letter].kernels(network)
+        )
         count.update(mixer)
         count.update(HALF_KERNELS)
     if mlp_of(kind):

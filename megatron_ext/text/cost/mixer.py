@@ -109,9 +109,8 @@ class Mixer(ABC):
     def context(self, run: Run) -> float:
         """Return the bytes that a rank sends for context parallelism in the forward pass."""
 
-    @property
     @abstractmethod
-    def kernels(self) -> dict[tuple[str, Phase], int]:
+    def kernels(self, run: Run) -> dict[tuple[str, Phase], int]:
         """Return the number of its GPU kernels by class and phase, without norm and addition."""
 
     @abstractmethod

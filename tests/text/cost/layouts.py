@@ -20,6 +20,11 @@ LATENT = (
     "--original-max-position-embeddings 128"
 )
 
+SPARSE = (
+    f"{LATENT} --rope-type rope --experimental-attention-variant dsa --dsa-indexer-n-heads 8 "
+    "--dsa-indexer-head-dim 16 --dsa-indexer-topk 24"
+)
+
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --nproc-per-node 2",
     "tp2sp": "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
@@ -84,6 +89,13 @@ PEAKS = {
     "fp8 tp2sp": "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --sequence-parallel "
     "--tensor-model-parallel-size 2 --nproc-per-node 2",
     "mla": f"{LATENT} --rope-type rope",
+    "mla sparse": SPARSE,
+    "mla sparse learns": f"{SPARSE} --dsa-indexer-loss-coeff 0.1",
+    "mla sparse bf16": f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --bf16",
+    "mla sparse tp2sp": f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --sequence-parallel "
+    "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "mla sparse cp2": f"{SPARSE} --dsa-indexer-loss-coeff 0.1 --context-parallel-size 2 "
+    "--nproc-per-node 2",
     "mla tp2": f"{LATENT} --q-lora-rank 48 --tensor-model-parallel-size 2 --nproc-per-node 2",
     "mla cp2": f"{LATENT} --q-lora-rank 48 --context-parallel-size 2 --nproc-per-node 2",
     "mla tp2sp bf16": f"{LATENT} --q-lora-rank 48 --bf16 --tensor-model-parallel-size 2 "
