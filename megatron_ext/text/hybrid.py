@@ -13,7 +13,7 @@ kinds of layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -192,16 +192,31 @@ def _pattern_of(config: RunConfig) -> Pattern:
         ratios = hybrid.hybrid_attention_ratio, hybrid.hybrid_mlp_ratio
         return read_pattern(pattern_of_ratios(num_layers, *ratios))
     moe = config.section(MoEConfig)
-    holds = [False] * num_layers
-    if moe.num_experts is not None:
-        holds = moe.expert_layers(num_layers)
-    mixers = [VARIANTS[variant]] * num_layers
+    return pattern_of_variant(
+        variant,
+        moe.expert_layers(num_layers),
+        hybrid.linear_attention_freq,
+        config.model.mtp_num_layers or 0,
+    )
+
+
+def pattern_of_variant(
+    variant: str, experts: Sequence[bool], frequency: str | None, num_depths: int
+) -> Pattern:
+    """Return the layers of ``--experimental-attention-variant``.
+
+    Args:
+        experts: for each decoder layer, whether it has experts.
+        frequency: ``--linear-attention-freq``.
+        num_depths: number of depths of multi-token prediction.
+    """
+    mixers = [VARIANTS[variant]] * len(experts)
     if variant == "gated_delta_net":
-        keeps = _attention_layers(hybrid.linear_attention_freq, num_layers)
+        keeps = _attention_layers(frequency, len(experts))
         mixers = [ATTENTION if kept else "G" for kept in keeps]
-    mlps = [EXPERTS if each else "-" for each in holds]
+    mlps = [EXPERTS if each else "-" for each in experts]
     kinds = tuple(mixer + mlp for mixer, mlp in zip(mixers, mlps, strict=True))
-    return Pattern((kinds,), kinds[-1:] * (config.model.mtp_num_layers or 0))
+    return Pattern((kinds,), kinds[-1:] * num_depths)
 
 
 def _attention_layers(frequency: str | None, num_layers: int) -> list[bool]:

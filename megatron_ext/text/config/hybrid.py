@@ -11,9 +11,11 @@ from megatron_ext.config.flags import (
     SHARE,
     SIZE,
     WEIGHT,
+    Range,
     derived,
     fixed_flag,
     flag,
+    resumed_flag,
     said_flag,
 )
 from megatron_ext.config.layers import ATTENTION, DENSE, EXPERTS
@@ -130,6 +132,15 @@ class MixerConfig(LayerSection):
     dsa_indexer_topk: int | None = fixed_flag(
         None, "keys that each query attends to in sparse attention", SIZE
     )
+    dsa_indexer_rope_interleaved: bool = fixed_flag(
+        False, "rotate neighbouring channels of the indexer together (GLM-5)"
+    )
+    dsa_indexer_k_norm_epsilon: float | None = resumed_flag(
+        None,
+        "epsilon of the norm of the indexer's keys; default: --norm-epsilon; 1e-6 in DeepSeek's "
+        "models",
+        Range(0, 1, above=True),
+    )
     dsa_indexer_loss_coeff: float | None = said_flag(
         None, "weight of the loss that trains the indexer on attention's scores", WEIGHT
     )
@@ -190,12 +201,13 @@ MAMBA_SIZES = (
     "mamba_time_step_max",
 )
 INDEXER_SIZES = "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk"
+INDEXER_FORM = "dsa_indexer_rope_interleaved", "dsa_indexer_k_norm_epsilon"
 INDEXER_LOSS = "dsa_indexer_loss_coeff", "dsa_indexer_use_sparse_loss"
 SIZES_BY_LETTER = {
     "M": MAMBA_SIZES,
     "G": LINEAR_SIZES,
     "K": LINEAR_SIZES,
-    "D": INDEXER_SIZES,
+    "D": (*INDEXER_SIZES, *INDEXER_FORM),
 }
 """The fields of `MixerConfig` that decide what each mixer computes, by its letter."""
-SIZES = (*LINEAR_SIZES, *MAMBA_SIZES, *INDEXER_SIZES)
+SIZES = (*LINEAR_SIZES, *MAMBA_SIZES, *INDEXER_SIZES, *INDEXER_FORM)

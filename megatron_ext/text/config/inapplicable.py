@@ -16,7 +16,12 @@ from megatron_ext.config.inapplicable import (
     without_engine,
 )
 from megatron_ext.config.layers import MIXERS, mixer_of
-from megatron_ext.text.config.hybrid import INDEXER_LOSS, INDEXER_SIZES, LINEAR_SIZES, MAMBA_SIZES
+from megatron_ext.text.config.hybrid import (
+    INDEXER_LOSS,
+    LINEAR_SIZES,
+    MAMBA_SIZES,
+    SIZES_BY_LETTER,
+)
 from megatron_ext.text.config.sft import SftConfig
 
 _SENTENCE_PIECE = "SentencePieceTokenizer or GPTSentencePieceTokenizer or Llama2Tokenizer"
@@ -125,7 +130,7 @@ def _of_mixers(letters: str, fields: Sequence[str]) -> Inapplicable:
 SIZES_OF_MIXERS = (
     _of_mixers("GK", LINEAR_SIZES),
     _of_mixers("M", MAMBA_SIZES),
-    _of_mixers("D", (*INDEXER_SIZES, *INDEXER_LOSS)),
+    _of_mixers("D", (*SIZES_BY_LETTER["D"], *INDEXER_LOSS)),
     without("--experimental-attention-variant gated_delta_net", "linear-attention-freq"),
 )
 """Notes on sizes of mixers that no layer of the model has."""

@@ -9,7 +9,7 @@ from megatron_ext.config.layers import MIXERS, mixer_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError
-from megatron_ext.text.config.attention import LatentAttentionConfig
+from megatron_ext.text.config.attention import AttentionConfig, LatentAttentionConfig
 from megatron_ext.text.config.hybrid import INDEXER_SIZES, HybridConfig, MixerConfig
 from megatron_ext.text.config.positions import PositionConfig
 
@@ -80,23 +80,66 @@ def _mamba_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
 
 
 def _sparse_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
-    """Yield an error for each missing part of DeepSeek's sparse attention."""
+    """Yield an error for each missing part of sparse attention, and each that it excludes."""
+    latent = run.section(LatentAttentionConfig)
+    attention = run.section(AttentionConfig)
+    what = f"{MIXERS['D']} (D)"
     kind = run.section(PositionConfig).position_embedding_type
     if kind == "none":
         yield FlagError(
             "--position-embedding-type",
             kind,
-            f"does not go with {MIXERS['D']} (D), whose indexer rotates its queries and keys",
+            f"does not go with {what}, whose indexer rotates its queries and keys",
             "use rope",
         )
-    if not run.section(LatentAttentionConfig).multi_latent_attention:
+    if not latent.multi_latent_attention:
         yield FlagError(
-            "--multi-latent-attention",
-            None,
-            f"is missing, and {MIXERS['D']} (D) is built on it",
-            "give it",
+            "--multi-latent-attention", None, f"is missing, and {what} is built on it", "give it"
         )
     for field in INDEXER_SIZES:
         if getattr(sizes, field) is None:
             name = f"--{field.replace('_', '-')}"
-            yield FlagError(name, None, f"is missing, and {MIXERS['D']} (D) needs it", "give it")
+            yield FlagError(name, None, f"is missing, and {what} needs it", "give it")
+    channels = sizes.dsa_indexer_head_dim
+    rotated = latent.qk_pos_emb_head_dim
+    if channels is not None and latent.multi_latent_attention and channels < rotated:
+        yield FlagError(
+            "--dsa-indexer-head-dim",
+            channels,
+            f"must be at least `--qk-pos-emb-head-dim` ({rotated}), which are rotated",
+            f"use {rotated} or more",
+        )
+    changes = {
+        "--window-size": attention.window_size,
+        "--attn-logit-softcapping": attention.attn_logit_softcapping,
+        "--softmax-type": None if attention.softmax_type == "vanilla" else attention.softmax_type,
+    }
+    for name, value in changes.items():
+        if value is not None:
+            yield FlagError(
+                name,
+                value,
+                f"does not go with {what}, whose indexer learns the plain softmax over all keys",
+                "leave it out",
+            )
+    if run.parallel.context_parallel_size > 1 and "a2a" in run.parallel.cp_comm_type:
+        yield FlagError(
+            "--cp-comm-type",
+            "a2a",
+            f"does not go with {what}, whose indexer needs the probabilities of all heads",
+            "use all_gather",
+        )
+    if run.lora.lora_rank is not None and sizes.dsa_indexer_loss_coeff:
+        yield FlagError(
+            "--dsa-indexer-loss-coeff",
+            sizes.dsa_indexer_loss_coeff,
+            "trains the indexer, which `--lora-rank` freezes",
+            "leave it out",
+        )
+    if sizes.dsa_indexer_use_sparse_loss and not sizes.dsa_indexer_loss_coeff:
+        yield FlagError(
+            "--dsa-indexer-use-sparse-loss",
+            None,
+            "changes a loss that has no weight",
+            "give `--dsa-indexer-loss-coeff`, or leave it out",
+        )

@@ -40,6 +40,7 @@ FLAGS_OF_KINDS = (
     "linear_attention_freq"
 ).split()
 """Flags that say the kinds of layers in several ways; models are compared by the kinds."""
+K_NORM_EPSILON = "dsa_indexer_k_norm_epsilon"
 MOE_SHAPE = (
     "num_experts moe_ffn_hidden_size moe_latent_size moe_shared_expert_intermediate_size "
     "moe_shared_expert_gate "
@@ -184,13 +185,22 @@ class Gpt:
 
 
 def with_kinds(fields: Mapping[str, Any]) -> Fields:
-    """Return fields with those that follow from ``hybrid_layer_pattern``, if it is among them."""
+    """Return fields with those that follow from the flags of the kinds of layers among them."""
     pattern = fields.get("hybrid_layer_pattern")
-    if pattern is None:
+    variant = fields.get("experimental_attention_variant")
+    if pattern is None and variant is None:
         return dict(fields)
-    from megatron_ext.text.hybrid import read_pattern
+    from megatron_ext.text.hybrid import pattern_of_variant, read_pattern
 
-    return {**fields, **read_pattern(pattern).fields()}
+    if pattern is not None:
+        return {**fields, **read_pattern(pattern).fields()}
+    moe = MoEConfig(
+        num_experts=fields.get("num_experts"), moe_layer_freq=fields.get("moe_layer_freq", "1")
+    )
+    experts = moe.expert_layers(fields["num_layers"])
+    frequency = fields.get("linear_attention_freq")
+    depths = fields.get("mtp_num_layers") or 0
+    return {**fields, **pattern_of_variant(str(variant), experts, frequency, depths).fields()}
 
 
 SECTIONS = {**SHAPE_SECTIONS, **named((MoEConfig,))}
@@ -372,6 +382,8 @@ def architecture_of(gpt: Gpt) -> Fields:
     fields["layer_kinds"] = gpt.kinds
     for letter in {mixer_of(kind) for kind in gpt.kinds} & SIZES_BY_LETTER.keys():
         fields |= {name: values[name] for name in SIZES_BY_LETTER[letter]}
+    if fields.get(K_NORM_EPSILON, 0) is None:
+        fields[K_NORM_EPSILON] = model.norm_epsilon
     # Without query groups each head is its own group.
     fields["num_query_groups"] = model.num_query_groups or model.num_attention_heads
     window = gpt.attention.window_size

@@ -26,6 +26,7 @@ MODULES = {
     "glm4_moe": "glm4_moe",
     "deepseek_v2": "deepseek_v2",
     "deepseek_v3": "deepseek_v3",
+    "deepseek_v32": "deepseek_v32",
     # dense decoders
     "olmo2": "olmo2",
     "olmo3": "olmo3",
@@ -55,6 +56,7 @@ MODULES = {
     # decoders with experts
     "kimi_k2": "kimi_k2",
     "glm4_moe_lite": "glm4_moe_lite",
+    "glm_moe_dsa": "glm_moe_dsa",
     "ernie4_5_moe": "ernie4_5_moe",
     "dots1": "dots1",
     "exaone_moe": "exaone_moe",
@@ -121,9 +123,25 @@ LACKING: dict[str, str] = {
     "phimoe": "SparseMixer's choice of experts",
     "laguna": "numbers of heads that differ from layer to layer",
     "mimo_v2_flash": "values of another size than keys",
+    # sparse attention
+    "axk2": "gates on norms, and on the output of attention",
+    "deepseek_v4": "attention to compressed tokens, and several residual streams",
     **dict.fromkeys(
-        ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl", "minimax_m3_vl_text"),
-        "an indexer that chooses the tokens to attend to",
+        ("dots3_note", "dots3_note_text"), "layers with a window beside those with an indexer"
+    ),
+    **dict.fromkeys(
+        ("glm5_next", "glm5_next_text"), "an indexer of groups of tokens, and residual streams"
+    ),
+    "hy_v4": "layers that share an indexer's choice, and several residual streams",
+    **dict.fromkeys(
+        ("minimax_m3_vl", "minimax_m3_vl_text", "step3p5", "step3p7"),
+        "an indexer that chooses blocks of tokens",
+    ),
+    **dict.fromkeys(
+        ("mistral_large4", "mistral_large4_text"), "layers that share keys and an indexer's choice"
+    ),
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"), "an indexer of blocks of tokens, and residual streams"
     ),
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings for each layer"),
     **dict.fromkeys(("gemma4", "gemma4_text"), "heads of another size in layers without a window"),

@@ -39,6 +39,36 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             },
         },
     ),
+    "deepseek_v32": (
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4,
+            "topk_group": 2, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "index_topk": 5,
+            "index_head_dim": 10, "index_n_heads": 9,
+            "rope_scaling": {
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
+                "beta_fast": 4.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
+            },
+        },
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+            "mlp_layer_types": ["sparse", "dense"], "n_shared_experts": 2, "index_topk": 7,
+            "index_head_dim": 6, "index_n_heads": 8, "tie_word_embeddings": True,
+            "num_attention_heads": 6, "num_key_value_heads": 6,
+        },
+    ),
+    "glm_moe_dsa": (
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 4, "first_k_dense_replace": 1, "index_topk": 6,
+            "index_head_dim": 12, "index_n_heads": 9, "routed_scaling_factor": 1.8,
+        },
+        {
+            **_FEW, **_LATENT, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
+            "num_experts_per_tok": 4, "mlp_layer_types": ["dense", "sparse"], "index_topk": 9,
+            "index_head_dim": 8, "index_n_heads": 8, "rms_norm_eps": 1e-6,
+            "n_shared_experts": 2, "tie_word_embeddings": True, "index_topk_freq": 1,
+            "index_skip_topk_offset": 3,
+        },
+    ),
     "ernie4_5_moe": (
         {
             "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "head_dim": 18,
