@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from megatron_ext.config.flags import must_divide
 from megatron_ext.config.layers import MIXERS, mixer_of
 from megatron_ext.config.precision import TE_IMPL
-from megatron_ext.config.run import RunConfig
+from megatron_ext.config.rules.fp8 import side_errors
+from megatron_ext.config.run import RunConfig, Side
 from megatron_ext.errors import FlagError
 from megatron_ext.text.config.attention import AttentionConfig, LatentAttentionConfig
 from megatron_ext.text.config.hybrid import INDEXER_SIZES, HybridConfig, MixerConfig
@@ -26,6 +27,8 @@ def mixer_errors(kinds: Sequence[str], run: RunConfig) -> Iterator[FlagError]:
         yield from _mamba_errors(sizes, run)
     if "D" in letters:
         yield from _sparse_errors(sizes, run)
+    if run.fp8.fp8_format is not None:
+        yield from side_errors(run.fp8, list(_sides(letters, sizes, run)))
     mixers = ", ".join(MIXERS[letter] for letter in sorted(letters & set("MGKD")))
     model = run.model
     what = f"layers of {mixers}" if mixers else "layers with one part"
@@ -36,6 +39,24 @@ def mixer_errors(kinds: Sequence[str], run: RunConfig) -> Iterator[FlagError]:
     for name, (value, bad, remedy) in refused.items():
         if value == bad:
             yield FlagError(name, value, f"does not support {what}", f"use {remedy}")
+
+
+def _sides(letters: set[str], sizes: MixerConfig, run: RunConfig) -> Iterator[Side]:
+    """Yield the dimensions of the matrices of recurrent mixers, apart from the hidden size."""
+    tp = run.parallel.tensor_model_parallel_size
+    keys = sizes.linear_num_key_heads * sizes.linear_key_head_dim
+    values = sizes.linear_num_value_heads * sizes.linear_value_head_dim
+    states = 2 * sizes.mamba_num_groups * sizes.mamba_state_dim
+    heads = sizes.num_mamba_heads(run)
+    inner = heads * sizes.mamba_head_dim
+    rows = {
+        "M": (2 * inner + states + heads, inner),
+        "G": (2 * (keys + values + sizes.linear_num_value_heads), values),
+        "K": (2 * keys + values + sizes.linear_num_key_heads, values),
+    }
+    for letter in sorted(letters & rows.keys()):
+        for name, width in zip(("in_proj", "out_proj"), rows[letter], strict=True):
+            yield f"the width of `{name}` in {MIXERS[letter]}", width, tp
 
 
 def _linear_errors(letters: set[str], sizes: MixerConfig, ranks: int) -> Iterator[FlagError]:
