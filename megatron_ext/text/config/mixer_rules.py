@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.flags import must_divide
-from megatron_ext.config.layers import MIXERS, mixer_of
+from megatron_ext.config.layers import ATTENTION, MIXERS, mixer_of
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.fp8 import side_errors
 from megatron_ext.config.run import RunConfig, Side
@@ -27,6 +27,8 @@ def mixer_errors(kinds: Sequence[str], run: RunConfig) -> Iterator[FlagError]:
         yield from _mamba_errors(sizes, run)
     if "D" in letters:
         yield from _sparse_errors(sizes, run)
+    if not letters & {ATTENTION, "D"}:
+        yield from _logit_errors(run)
     if run.fp8.fp8_format is not None:
         yield from side_errors(run.fp8, list(_sides(letters, sizes, run)))
     mixers = ", ".join(MIXERS[letter] for letter in sorted(letters & set("MGKD")))
@@ -39,6 +41,20 @@ def mixer_errors(kinds: Sequence[str], run: RunConfig) -> Iterator[FlagError]:
     for name, (value, bad, remedy) in refused.items():
         if value == bad:
             yield FlagError(name, value, f"does not support {what}", f"use {remedy}")
+
+
+def _logit_errors(run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag that follows logits of attention, which no layer has."""
+    attention = run.section(AttentionConfig)
+    given = {
+        "--qk-clip": attention.qk_clip,
+        "--log-max-attention-logit": attention.log_max_attention_logit,
+    }
+    for name, has in given.items():
+        if has:
+            yield FlagError(
+                name, None, "needs attention, but no layer of the model has it", "leave it out"
+            )
 
 
 def _sides(letters: set[str], sizes: MixerConfig, run: RunConfig) -> Iterator[Side]:
