@@ -287,9 +287,18 @@ def head_sizes(model: ModelConfig) -> tuple[int, int, int]:
     return heads, model.num_query_groups or heads, size
 
 
-def _qkv(model: ModelConfig, places: Iterable[tuple[str, int]]) -> Parts:
+def qkv_with_gate(model: ModelConfig, query: str, gate: str, key: str, value: str) -> Parts:
+    """Return the parts of ``linear_qkv`` with gates of the heads, from four tensors."""
+    return _qkv(model, [(tensor, 0) for tensor in (query, gate, key, value)])
+
+
+def _qkv(model: ModelConfig, places: Sequence[tuple[str, int]]) -> Parts:
+    """Return the parts from the tensors, each with its first row, of queries, keys and values.
+
+    Those of gates may follow the queries'.
+    """
     heads, groups, size = head_sizes(model)
-    counts = (heads // groups * size, size, size)
+    counts = (*(heads // groups * size for _ in places[:-2]), size, size)
     return tuple(
         Part(tensor, count, start + group * count)
         for group in range(groups)

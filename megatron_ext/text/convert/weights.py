@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.text.config.hybrid import MixerConfig
-from megatron_ext.text.convert.table import Part, Parts, Table, fused_qkv, gated_qkv, grouped_qkv
+from megatron_ext.text.convert.table import (
+    Part,
+    Parts,
+    Table,
+    fused_qkv,
+    gated_qkv,
+    grouped_qkv,
+    qkv_with_gate,
+)
 
 if TYPE_CHECKING:
     from megatron_ext.text.convert.family import Gpt
@@ -89,6 +97,10 @@ def _gated_qkv(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
     return gated_qkv(sizes.model, *tensors)
 
 
+def _qkv_and_gate(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
+    return qkv_with_gate(sizes.model, *tensors)
+
+
 def _fused_qkv(tensors: tuple[str, ...], sizes: Sizes) -> Parts:
     return fused_qkv(sizes.model, tensors[0])
 
@@ -133,6 +145,11 @@ def separate_gated_qkv(query: str, key: str, value: str) -> Source:
     ``query`` has the rows of each head's query, and then those of its gate.
     """
     return Source((query, key, value), _gated_qkv)
+
+
+def qkv_and_gate(query: str, gate: str, key: str, value: str) -> Source:
+    """Return the source of ``linear_qkv`` with gates, whose tensor has the rows of all heads."""
+    return Source((query, gate, key, value), _qkv_and_gate)
 
 
 def fused_qkv_of(tensor: str, *, transposed: bool = False) -> Source:

@@ -70,6 +70,7 @@ MODULES = {
     "flex_olmo": "olmoe",
     "hunyuan_v1_moe": "hunyuan_v1_moe",
     "mellum": "mellum",
+    "afmoe": "afmoe",
     "qwen3_vl_moe_text": "qwen3_vl_moe",
     "mistral4": "mistral4",
     # older decoders
@@ -114,7 +115,6 @@ LACKING: dict[str, str] = {
     **dict.fromkeys(("biogpt", "opt"), "learned positions that are counted from 2"),
     "xglm": "sine positions",
     # other
-    "afmoe": "a gate on the output of attention",
     "axk1": "a norm of the outputs of layers with experts alone",
     "cohere2_moe": "experts beside attention in one layer",
     "dbrx": "clipped queries, keys and values",

@@ -93,6 +93,18 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             "attention_bias": True, "n_group": 4, "topk_group": 2, "tie_word_embeddings": True,
         },
     ),
+    "afmoe": (
+        {
+            **_FEW, "num_experts": 4, "head_dim": 18, "sliding_window": 8,
+            "global_attn_every_n_layers": 2, "num_dense_layers": 1, "mup_enabled": True,
+        },
+        {
+            **_FEW, "num_experts": 8, "num_shared_experts": 1, "head_dim": 10,
+            "num_attention_heads": 5, "num_key_value_heads": 1, "route_scale": 2.5,
+            "layer_types": ["full_attention"] * 2, "num_dense_layers": 0,
+            "tie_word_embeddings": True,
+        },
+    ),
     "exaone_moe": (
         {
             **_FEW, "num_experts": 4, "head_dim": 18, "sliding_window": 8,
