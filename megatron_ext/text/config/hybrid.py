@@ -129,7 +129,7 @@ class MixerConfig(LayerSection):
         None, "heads of the indexer of DeepSeek's sparse attention", SIZE
     )
     dsa_indexer_head_dim: int | None = fixed_flag(None, "channels of a head of the indexer", SIZE)
-    dsa_indexer_topk: int | None = fixed_flag(
+    dsa_indexer_topk: int | None = said_flag(
         None, "keys that each query attends to in sparse attention", SIZE
     )
     dsa_indexer_rope_interleaved: bool = fixed_flag(
