@@ -63,7 +63,8 @@ class HuggingFaceConfig(Changeable):
     origin: dict[str, Any] | None = derived()
     """The content of the config.json of the Hugging Face model from which the weights come.
 
-    None if the weights come from no such model. Its vocabulary is that of the run.
+    It describes the model with indexers if the run adds these (`convert.sparse_start`). None if the
+    weights come from no such model. Its vocabulary is that of the run.
     """
     grown_vocabulary: int | None = derived()
     """Number of entries to which the vocabulary of ``load_hf`` has grown; None if it has not."""
@@ -71,9 +72,12 @@ class HuggingFaceConfig(Changeable):
     def model(self) -> HuggingFaceModel | None:
         """Return the parsed config.json of the Hugging Face model that gave the weights, if any."""
         if self.load_hf is not None:
-            from megatron_ext.text.convert.config import read_model
+            from megatron_ext.text.convert.config import parse_model, read_model
 
             model = read_model(Path(self.load_hf))
+            if self.origin is not None and self.origin["model_type"] != model.raw["model_type"]:
+                # The run adds indexers to the model.
+                model = parse_model(self.origin, model.path)
             grown = self.grown_vocabulary
             return model if grown is None else model.with_vocabulary(grown)
         if self.origin is not None:

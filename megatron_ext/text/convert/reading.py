@@ -74,15 +74,16 @@ def load_folder(
     """Fill this rank's model chunks with the weights of a Hugging Face folder.
 
     All ranks call this together. The chunks may be wrapped, for example by DDP. LoRA adapters keep
-    their values. If the folder has no weights for the MTP depths, the depths keep their values too;
-    if ``may_lack_depths`` is False, raise a CheckpointError instead. An optimizer that was built
+    their values. If the folder has no weights for the MTP depths, the depths keep their values too,
+    and so do indexers that the run adds to the folder's model (`sparse_start`); if
+    ``may_lack_depths`` is False, raise a CheckpointError instead. An optimizer that was built
     before must copy the model's new weights afterwards. With ``growth``, the vocabulary of the
     chunks has more entries than the folder's, and the new ones are filled.
 
     Raise a CheckpointError on every rank if a tensor is missing, superfluous, or of another shape.
     """
     what = f"{folder} cannot be read"
-    reading = _Reading(folder, chunks, growth)
+    reading = _Reading(folder, chunks, growth, may_lack=may_lack_depths)
     try:
         needs = union_of_all_ranks(on_every_rank(reading.open, what), context)
         decoder, depths = (
@@ -104,9 +105,15 @@ class _Reading:
     """
 
     def __init__(
-        self, folder: Path, chunks: Sequence[torch.nn.Module], growth: Growth | None
+        self,
+        folder: Path,
+        chunks: Sequence[torch.nn.Module],
+        growth: Growth | None,
+        *,
+        may_lack: bool,
     ) -> None:
         self.folder = folder
+        self.may_lack = may_lack
         self.growth = growth
         self.notes: list[str] = []
         self.chunks = unwrap_model(list(chunks))
@@ -123,6 +130,7 @@ class _Reading:
         self.source = WeightFolder(self.model)
         self.table = self.model.table(self.source.shapes())
         self.notes += self.source.notes()
+        self._leave_out_indexers()
         decoder: Shapes = {}
         depths: Shapes = {}
         for shard in self.shards:
@@ -134,6 +142,26 @@ class _Reading:
             for of_depth, needs in ((False, decoder), (True, depths))
             for name, shape in needs.items()
         }
+
+    def _leave_out_indexers(self) -> None:
+        """Let indexers keep their values if the folder's model has none, and note it."""
+        from megatron_ext.text.convert.sparse_start import INDEXER, SPARSE
+
+        if self.model.family.model_type not in SPARSE:
+            return
+        others = [shard for shard in self.shards if INDEXER not in shard.name]
+        if len(others) == len(self.shards):
+            return
+        if not self.may_lack:
+            raise CheckpointError(
+                f"{self.folder} holds no indexers, and `--no-initialization` or "
+                "`--lora-quantize-weights` gives them no values; leave it out."
+            )
+        self.shards = others
+        self.notes.append(
+            f"{self.folder} holds no indexers, so those of sparse attention start from their "
+            "initial values."
+        )
 
     def close(self) -> None:
         if hasattr(self, "source"):

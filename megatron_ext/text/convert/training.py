@@ -71,8 +71,11 @@ def resolve_folder(config: RunConfig) -> RunConfig:
     given = config.section(HuggingFaceConfig)
     assert given.load_hf is not None
     from megatron_ext.text.convert.config import read_model
+    from megatron_ext.text.convert.family import Gpt
+    from megatron_ext.text.convert.sparse_start import with_epsilon, with_indexer
 
-    source = read_model(Path(given.load_hf))
+    source = with_indexer(read_model(Path(given.load_hf)), Gpt.of(config))
+    config = with_epsilon(config, source)
     model = config.model
     checkpoint = dataclasses.replace(config.checkpoint, starts_elsewhere=True)
     if model.padded_vocab_size is None:
@@ -96,8 +99,9 @@ def folder_errors(run: RunConfig) -> list[str]:
     if given.load_hf is not None:
         from megatron_ext.text.convert.config import disagreements, read_model
         from megatron_ext.text.convert.family import Gpt
+        from megatron_ext.text.convert.sparse_start import with_indexer
 
-        source = read_model(Path(given.load_hf))
+        source = with_indexer(read_model(Path(given.load_hf)), Gpt.of(run))
         errors += disagreements(Gpt.of(run), source)
         if (run.model.padded_vocab_size or 0) < source.vocab_size:
             errors.append(

@@ -4,11 +4,15 @@ Its arithmetic is compared with transformers in tests/layers/mixers/test_sparse_
 its families in tests/text/convert/test_families.py.
 """
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.checkpoint.tiny import whole_tensors
+from tests.text.convert.models import class_of, make_tiny, theirs
+from tests.text.convert.settings import SETTINGS
 from tests.text.model.test_deepseek import RECIPE, TRAINED, train_alike
 from tests.training_runs import train_steps
 
@@ -61,3 +65,29 @@ def test_the_warm_up_trains_the_indexer_alone_and_the_next_stage_goes_on(tmp_pat
     prefix = "decoder.layers.self_attention."
     for name in ("core_attention.indexer.linear_wk.weight", "linear_kv_up_proj.layer_norm_weight"):
         assert not before[prefix + name].equal(after[prefix + name]), name
+
+
+def test_a_dense_model_gets_indexers(tmp_path: Path) -> None:
+    """DeepSeek-V3.2 began with the weights of DeepSeek-V3.1; what is written is the former."""
+    dense = {**SETTINGS["deepseek_v32"][0], "model_type": "deepseek_v3"}
+    dense = {key: value for key, value in dense.items() if not key.startswith("index_")}
+    source = make_tiny(dense, tmp_path / "dense")
+    words = (
+        f"--load-hf {source} --seq-length 24 --micro-batch-size 2 --global-batch-size 2 "
+        "--mock-data --tokenizer-type NullTokenizer --vocab-size 299 --num-workers 0 --lr 1e-3 "
+        "--train-iters 2 --log-interval 1 --eval-iters 0 --save-interval 2"
+    )
+    (first, _) = train_steps(words.split(), tmp_path / "plain")
+    saved = tmp_path / "sparse_hf"
+    sizes = INDEXER.replace("--dsa-indexer-topk 6", "--dsa-indexer-topk 24")
+    warm = f"{words} {sizes} --freeze-all-but indexer --save-hf {saved}"
+    warm += " --tensor-model-parallel-size 2 --sequence-parallel"
+    (same, later) = train_steps(warm.split(), tmp_path / "warm", ranks=2)
+    assert same["lm loss"] == pytest.approx(first["lm loss"], rel=1e-6)
+    assert same["indexer loss"] > 0 and later["indexer loss"] > 0
+    (folder,) = (path.parent for path in saved.rglob("config.json"))
+    content = json.loads((folder / "config.json").read_text())
+    assert content["model_type"] == "deepseek_v32" and content["index_topk"] == 24
+    # With as many keys as tokens, transformers' class computes what the dense one does.
+    torch.testing.assert_close(theirs(folder), theirs(source))
+    assert type(class_of(folder)).__name__ == "DeepseekV32ForCausalLM"
