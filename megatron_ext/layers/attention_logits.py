@@ -105,7 +105,8 @@ def largest_logits(
         of_queries: Tensor = largest_scores(query, key, blocks, attention.softmax_scale)
         return of_queries.amax(dim=(0, 2))
     if query.device.type == "cpu" and query.dtype in HALF:
-        query, key = query.float(), key.float()
+        query = query.float()
+        key = key.float()
     length, batch, heads, _ = query.shape
     num_keys, _, groups, _ = key.shape
     repeats = heads // groups

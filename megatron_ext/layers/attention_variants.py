@@ -90,7 +90,10 @@ class VariantSelfAttention(SelfAttention):
         query, key, value, gate = self.get_query_key_value_tensors(
             hidden_states, None, output_gate=True
         )
-        query, key = self._turned(query, key, None if self.rotary.index is None else rotary)
+        rotary = None if self.rotary.index is None else rotary
+        if rotary is not None:
+            query, key = self._turned(query, key, rotary)
+        query, key = self._changed(query, key, rotary)
         checkpoints = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if checkpoints else self.core_attention
         attended = attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type)
@@ -110,9 +113,19 @@ class VariantSelfAttention(SelfAttention):
         query, key, *rest = projected
         return (self.q_norm(query), self.k_norm(key), *rest)
 
-    def _turned(self, query: Tensor, key: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _projected_by_core(
+        self, hidden: Tensor, rotary: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the base class does, with norms after the rotation and factors applied."""
-        query, key = super()._turned(query, key, rotary)
+        query, key, value = super()._projected_by_core(hidden, rotary)
+        return *self._changed(query, key, rotary), value
+
+    def _changed(self, query: Tensor, key: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Apply norms after the rotation, and factors of positions, to queries and keys.
+
+        They are ``[s, b, n, d]`` and ``[s, b, g, d]``. ``rotary`` is ``[s, 1, k, d]``, or None if
+        nothing was rotated, and then there are no factors.
+        """
         if self.rotated_q_layernorm is not None:
             query = self.rotated_q_layernorm(query)
             key = self.rotated_k_layernorm(key)

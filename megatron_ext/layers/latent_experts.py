@@ -52,9 +52,11 @@ class LatentMoELayer(MoELayer):  # type: ignore[misc]
             if getattr(module, "config", None) is without:
                 module.config = config
         self.token_dispatcher.config = config
-        hidden, width = config.hidden_size, config.moe_latent_size
+        hidden = config.hidden_size
+        width = config.moe_latent_size
         assert width is not None
-        initial, final = config.init_method, config.output_layer_init_method
         options = {"config": config, "tp_group": self.attn_tp_group}
-        self.fc1_latent_proj = WholeLinear(hidden, width, init_method=initial, **options)
-        self.fc2_latent_proj = WholeLinear(width, hidden, init_method=final, **options)
+        self.fc1_latent_proj = WholeLinear(hidden, width, init_method=config.init_method, **options)
+        self.fc2_latent_proj = WholeLinear(
+            width, hidden, init_method=config.output_layer_init_method, **options
+        )

@@ -135,15 +135,12 @@ class SelfAttention(CoreSelfAttention):  # type: ignore[misc]
         None rotates nothing.
         """
         query, key, value = self.get_query_key_value_tensors(hidden, None)
-        return *self._turned(query, key, rotary), value
+        if rotary is not None:
+            query, key = self._turned(query, key, rotary)
+        return query, key, value
 
-    def _turned(self, query: Tensor, key: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return rotated queries ``[s, b, n, d]`` and keys ``[s, b, g, d]``.
-
-        ``rotary`` has the angles ``[s, 1, k, d]``; None rotates nothing.
-        """
-        if rotary is None:
-            return query, key
+    def _turned(self, query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries ``[s, b, n, d]`` and keys ``[s, b, g, d]`` rotated by ``[s, 1, k, d]``."""
         index = self.rotary.index or 0
         own = rotary if rotary.size(2) == 1 else rotary[:, :, index : index + 1]
         turn = functools.partial(

@@ -23,11 +23,6 @@ from megatron_ext.layers.weight_gradients import (
     takes_overwrite,
     writable,
 )
-from megatron_ext.losses.softmax_kernels import (
-    limit_,
-    statistics,
-    to_gradient_,
-)
 
 PIECE = 2**18
 """The elements of the head's gradient that oneDNN computes at a time: few enough for the cache."""
@@ -197,6 +192,8 @@ def logit_blocks(
         mine = owned[span].unsqueeze(1).float()
         slope = None
         if head.softcap is not None and fused:
+            from megatron_ext.losses.softmax_kernels import limit_
+
             limit_(logits, head.softcap)
         elif head.softcap is not None:
             shares = logits.div_(head.softcap).tanh_()
@@ -249,6 +246,8 @@ def _sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
 
 def _fused_sums(head: Head, block: Block) -> tuple[Tensor, Tensor]:
     """Return the same as `_sums`, computed by compiled code that does not overwrite the logits."""
+    from megatron_ext.losses.softmax_kernels import statistics
+
     smooths = head.label_smoothing > 0
     block_statistics = statistics(block.logits, block.column, smooths)
     highest = block_statistics.highest.clone()
@@ -274,6 +273,8 @@ def differentiate(head: Head, block: Block, incoming: Tensor, lse: Tensor, total
     at_label = (smoothing - 1) * incoming * block.owned
     everywhere = -smoothing / (logits.shape[1] * head.tp_size) * incoming
     if block.fused:
+        from megatron_ext.losses.softmax_kernels import to_gradient_
+
         to_gradient_(logits, block.column, lse, scale, at_label, everywhere, head.softcap)
         return
     logits.mul_(scale / total.unsqueeze(1))

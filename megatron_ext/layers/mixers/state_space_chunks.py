@@ -82,7 +82,8 @@ class States(torch.autograd.Function):
                     if gradient is not None:
                         later += gradient[chunk]
                 inputs_own = x[own].to(dtype)
-                steps, decays = dt[own], to_end[own]
+                steps = dt[own]
+                decays = to_end[own]
                 factors = (steps * decays)[..., None]
                 values = inputs_own * factors
                 of_b[own] = (_columns(values, groups) @ change.mT).transpose(1, 2)
@@ -129,7 +130,8 @@ class Outputs(torch.autograd.Function):
         outputs = torch.empty_like(x, memory_format=torch.contiguous_format)
         for block in blocks(x, len(x)):
             own = x[block].to(dtype)
-            write, read = _by_group(b[block], dtype), _by_group(c[block], dtype)
+            write = _by_group(b[block], dtype)
+            read = _by_group(c[block], dtype)
             weights = _decays(logs[block], None if segments is None else segments[block], dtype)
             _over_heads(weights, groups).mul_((read @ write.mT)[:, :, None])
             values = own * dt[block][..., None]
@@ -149,9 +151,12 @@ class Outputs(torch.autograd.Function):
         of_x, of_dt, of_logs, of_start, of_b, of_c, of_before = map(torch.empty_like, inputs)
         of_d = None if d is None else torch.zeros_like(d, dtype=dtype)
         for block in blocks(x, len(x)):
-            own, change = x[block].to(dtype), gradient[block].to(dtype)
-            steps, start = dt[block][..., None], from_start[block][..., None]
-            write, read = _by_group(b[block], dtype), _by_group(c[block], dtype)
+            own = x[block].to(dtype)
+            change = gradient[block].to(dtype)
+            steps = dt[block][..., None]
+            start = from_start[block][..., None]
+            write = _by_group(b[block], dtype)
+            read = _by_group(c[block], dtype)
             state = before[block]
             decays = _decays(logs[block], None if segments is None else segments[block], dtype)
             scores = (read @ write.mT)[:, :, None]

@@ -11,10 +11,9 @@ from megatron_ext.config.layers import ATTENTION, has_experts, mixer_of, mlp_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.products import FORWARD_AND_BACKWARD, MULTIPLY_AND_ADD, Linear
 from megatron_ext.text.config.attention import AttentionConfig
-from megatron_ext.text.config.hybrid import depth_kind, layer_kinds
+from megatron_ext.text.config.hybrid import HybridConfig, depth_kind, layer_kinds
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.cost.latent import LatentSizes
-from megatron_ext.text.cost.mixer import mixers_of
 
 
 def attention_matrices(config: RunConfig, tp: int = 1) -> list[Linear]:
@@ -109,9 +108,21 @@ def token_products(config: RunConfig, *, gated: bool) -> dict[str, int]:
         "experts": sum(x.products for x in experts),
         "depth": 2 * h * h,
         "logits": h * (model.padded_vocab_size or 0),
-        **{f"{letter} projections": mixer.products for letter, mixer in mixers_of(config).items()},
-        **{f"{letter} scores": mixer.mixing for letter, mixer in mixers_of(config).items()},
+        **_mixer_products(config),
     }
+
+
+def _mixer_products(config: RunConfig) -> dict[str, int]:
+    """Return the entries of `token_products` for sequence mixers other than attention."""
+    if config.section(HybridConfig).layer_kinds is None:
+        return {}
+    from megatron_ext.text.cost.mixer import mixers_of
+
+    products = {}
+    for letter, mixer in mixers_of(config).items():
+        products[f"{letter} projections"] = mixer.products
+        products[f"{letter} scores"] = mixer.mixing
+    return products
 
 
 def mixer_part(kind: str, *, windowed: bool = False) -> dict[str, str]:

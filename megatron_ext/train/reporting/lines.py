@@ -6,7 +6,6 @@ from datetime import datetime, timedelta
 
 from megatron_ext.train.reporting.records import (
     AVERAGED,
-    LARGEST_LOGIT,
     EvaluationRecord,
     IterationRecord,
 )
@@ -34,7 +33,7 @@ def iteration_line(record: IterationRecord, now: datetime, *, on_gpu: bool) -> s
         f"grad norm: {record.grad_norm:.3f}",
     ]
     optional = {"num zeros": (record.num_zeros, 0), "params norm": (record.params_norm, 3)}
-    optional["max attention logit"] = (record.logits.get(LARGEST_LOGIT), 3)
+    optional["max attention logit"] = (max(record.attention_logits.values(), default=None), 3)
     optional["epoch"] = (record.epoch, 3)
     parts += [f"{name}: {x:.{digits}f}" for name, (x, digits) in optional.items() if x is not None]
     if record.sample_name is not None:
