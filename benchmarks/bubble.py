@@ -42,7 +42,7 @@ from megatron_ext.schedules.pair_time import Piece, pair_time
 from megatron_ext.schedules.plan import Durations
 from megatron_ext.schedules.price import price
 from megatron_ext.schedules.runtime import PipelineEngine
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.main import silence_known_warnings
 
 SHAPE = (4, 1, 8)

@@ -50,7 +50,8 @@ from megatron_ext.losses.linear_cross_entropy import weighted_linear_cross_entro
 from megatron_ext.losses.vocabulary import VocabularyHead
 from megatron_ext.parallel.context import ParallelContext, init_groups
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.train.launch import fork_ranks, run_rank
+from megatron_ext.train.forking import fork_ranks
+from megatron_ext.train.rank import run_rank
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 

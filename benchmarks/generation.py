@@ -40,7 +40,7 @@ from megatron_ext.text.generation.run import build_frozen_chunk
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import inference_task, model_defaults
 from megatron_ext.text.tokenizers.base import NullTokenizer
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 
 VOCABULARY = 4096
 Texts = list[tuple[int, ...]]

@@ -29,7 +29,7 @@ from megatron_ext.extras.resilience.snapshots import Snapshots
 from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.task import GPT, TEXT
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.main import preflight
 from megatron_ext.train.setup import build_run
 

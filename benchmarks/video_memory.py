@@ -43,7 +43,7 @@ from megatron_ext.device import select
 from megatron_ext.parallel.context import init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.text.tokenizers.base import Tokenizer
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.loop import train
 from megatron_ext.train.main import preflight, silence_known_warnings
 from megatron_ext.train.run import Run

@@ -23,7 +23,7 @@ from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.device import select
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.task import TEXT
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.main import preflight, stored_config
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.reporting import loss_plot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
+from megatron_ext.config.training import TrainingConfig
 
 
 class BatchSize:
@@ -29,6 +29,8 @@ class BatchSize:
         self._ramp_end = -1
         self._steps: list[tuple[int, int]] = []
         if training.step_batch_size_schedule is not None:
+            from megatron_ext.config.batch_schedule import parse_batch_schedule
+
             steps = parse_batch_schedule(training.step_batch_size_schedule)
             self._steps = [(tokens // (seq_length or 1), batch) for tokens, batch in steps]
             self._ramp_end = self._steps[-1][0] - 1

@@ -6,8 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import pairwise
+from functools import lru_cache
 
 from megatron_ext.config.flags import (
     BELOW_ONE,
@@ -133,9 +132,10 @@ class TrainingConfig(Changeable):
         micro-batch on each data-parallel rank.
         """
         batch = self.global_batch_size
-        steps = _schedule_or_none(self.step_batch_size_schedule)
-        if batch is None and steps:
-            batch = steps[-1][1]
+        if batch is None and self.step_batch_size_schedule is not None:
+            from megatron_ext.config.batch_schedule import last_batch_size
+
+            batch = last_batch_size(self.step_batch_size_schedule)
         if batch is None and self.micro_batch_size is not None:
             batch = self.micro_batch_size * data_parallel_size
         return dataclasses.replace(self, global_batch_size=batch)
@@ -172,6 +172,8 @@ class TrainingConfig(Changeable):
         _, batch = self.batch_sizes
         sizes = {batch}
         if self.step_batch_size_schedule is not None:
+            from megatron_ext.config.batch_schedule import parse_batch_schedule
+
             sizes |= {size for _, size in parse_batch_schedule(self.step_batch_size_schedule)}
         elif self.rampup_batch_size is not None:
             start, increment, _ = self.rampup_batch_size
@@ -271,11 +273,11 @@ class TrainingConfig(Changeable):
                 f"use {f'{lower} or ' if lower else ''}{upper}",
             )
             return
-        changes: list[FlagError] = []
-        if self.step_batch_size_schedule is not None:
-            changes = list(self._schedule_errors())
-        elif self.rampup_batch_size is not None and batch is not None:
-            changes = list(self._rampup_errors(batch))
+        if self.step_batch_size_schedule is None and self.rampup_batch_size is None:
+            return
+        from megatron_ext.config.batch_schedule import change_errors
+
+        changes = list(change_errors(self.step_batch_size_schedule, self.rampup_batch_size, batch))
         yield from changes
         if batch is not None and not changes:
             yield from self._reached_errors(share, replicas)
@@ -300,74 +302,6 @@ class TrainingConfig(Changeable):
                 f"data-parallel size ({share})",
                 remedy,
             )
-
-    def _schedule_errors(self) -> Iterator[FlagError]:
-        text = self.step_batch_size_schedule
-        batch = self.global_batch_size
-        steps = _schedule_or_none(text)
-        if self.rampup_batch_size is not None:
-            yield exclusive("--step-batch-size-schedule", "--rampup-batch-size")
-        elif steps is None:
-            yield FlagError(
-                "--step-batch-size-schedule",
-                text,
-                "must list TOKENS:BATCH_SIZE with rising tokens from 0 on",
-                'use "0:768 250B:1536"',
-            )
-        elif batch != steps[-1][1]:
-            yield FlagError(
-                "--global-batch-size",
-                batch,
-                f"must be the last batch size of `--step-batch-size-schedule` ({steps[-1][1]})",
-                "leave it out",
-            )
-
-    def _rampup_errors(self, batch: int) -> Iterator[FlagError]:
-        start, increment, samples = self.rampup_batch_size or (0, 0, 0)
-        refused = partial(FlagError, "--rampup-batch-size", f"{start} {increment} {samples}")
-        if start < 1 or increment < 1 or samples < 0 or start > batch:
-            yield refused(
-                f"must start between 1 and `--global-batch-size` ({batch}) and grow by at least 1"
-            )
-        elif start == batch or (batch - start) % increment:
-            yield refused(
-                f"must reach `--global-batch-size` ({batch}) in whole increments",
-                f"use an increment that divides {batch - start or batch}",
-            )
-
-
-_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def parse_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """Read a batch-size schedule such as ``"0:768 250B:1536"``, where B stands for 10**9 tokens.
-
-    Return pairs (consumed tokens, global batch size from there on). The numbers of tokens must
-    start at 0 and rise; otherwise a ValueError is raised.
-    """
-
-    def number(word: str) -> int:
-        scale = _SUFFIXES.get(word[-1:].upper())
-        value = float(word[:-1]) * scale if scale else float(word)
-        # The product may be a little too small: 2.01 * 1000 is 2009.9999999999998.
-        count = round(value)
-        if abs(value - count) > 1e-9 * count:
-            raise ValueError(f"{word} is not a whole number")
-        return count
-
-    pairs = [entry.split(":", 1) for entry in text.replace(",", " ").split()]
-    steps = [(number(tokens), number(batch)) for tokens, batch in pairs]
-    tokens_rise = all(a[0] < b[0] for a, b in pairwise(steps))
-    if not steps or steps[0][0] != 0 or not tokens_rise or min(b for _, b in steps) < 1:
-        raise ValueError(text)
-    return steps
-
-
-def _schedule_or_none(text: str | None) -> list[tuple[int, int]] | None:
-    try:
-        return None if text is None else parse_batch_schedule(text)
-    except (ValueError, OverflowError):
-        return None
 
 
 REDUCTIONS = ("token", "sample", "square")

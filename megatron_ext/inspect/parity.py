@@ -24,7 +24,7 @@ from megatron_ext.disk.writing import open_new
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.inspect.layouts import NamedLayout, flags_of_run
 from megatron_ext.layers.initialization import shards_of
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.main import preflight
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.reporting.files import MetricsFile, read_metrics

@@ -172,73 +172,14 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
             context = self.cache.attend(query, key, value, self.attend_locally)
         elif self.cp_group.size() == 1:
             context = self.attend_locally(query, key, value, attention_mask, first_query=0)
-        elif self.cp_comm_type == "a2a":
-            context = self._attend_with_traded_heads(query, key, value, attention_mask)
         else:
-            context = self._attend_to_gathered(query, key, value, attention_mask)
+            from megatron_ext.layers.context_attention import SharedSequence
+
+            shared = SharedSequence(self.attend_locally, self.cp_group, self.causal)
+            trades = self.cp_comm_type == "a2a"
+            attend = shared.attend_with_traded_heads if trades else shared.attend_to_gathered
+            context = attend(query, key, value, attention_mask)
         return context.flatten(2)
-
-    def _attend_to_gathered(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Attend from this rank's queries to the keys of all ranks; return ``[s/cp, b, n, d]``.
-
-        The keys and values of all context-parallel ranks are gathered first. The arguments are as
-        in `forward`.
-        """
-        from megatron_ext.layers.context_parallel import gather_sequence, slices_of
-
-        sizes = [key.size(-1), value.size(-1)]
-        gathered = gather_sequence(torch.cat((key, value), dim=-1), self.cp_group)
-        key, value = torch.split(gathered, sizes, dim=-1)
-        length = query.size(0) // 2
-        outputs = []
-        for part, index in enumerate(slices_of(self.cp_group.rank(), self.cp_group.size())):
-            own = slice(part * length, (part + 1) * length)
-            first = index * length
-            # The mask covers all keys, but a rank has only some of the queries.
-            end = first + length if self.causal and mask is None else key.size(0)
-            outputs.append(
-                self.attend_locally(
-                    query[own], key[:end], value[:end],
-                    mask[:, :, own] if is_dense(mask) else mask, first_query=first,
-                )
-            )  # fmt: skip
-        return torch.cat(outputs)
-
-    def _attend_with_traded_heads(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-    ) -> Tensor:
-        """Attend with ``--cp-comm-type a2a``; return this rank's part ``[s/cp, b, n, d]``.
-
-        An all-to-all before attention gives each context-parallel rank some of the heads for the
-        whole sequence; another one afterwards undoes this. The arguments are as in `forward`.
-
-        Raises:
-            ConfigError: the number of heads is not divisible by the number of ranks.
-        """
-        from megatron_ext.layers.context_parallel import (
-            gather_sequence,
-            heads_to_sequence,
-            sequence_to_heads,
-        )
-
-        size = self.cp_group.size()
-        if query.size(2) % size:
-            raise ConfigError(
-                f"`--cp-comm-type a2a` needs the attention heads of a tensor-parallel rank "
-                f"({query.size(2)}) to be divisible by `--context-parallel-size` ({size}); use "
-                "all_gather."
-            )
-        if key.size(2) % size:
-            repeats = query.size(2) // key.size(2)
-            key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
-        query, key, value = (heads_to_sequence(x, self.cp_group) for x in (query, key, value))
-        if is_dense(mask):
-            rows = mask.permute(2, 0, 1, 3).to(torch.uint8)
-            mask = gather_sequence(rows, self.cp_group).permute(1, 2, 0, 3).bool()
-        context = self.attend_locally(query, key, value, mask, first_query=0)
-        return sequence_to_heads(context, self.cp_group)
 
     def new_cache(self, cache: KeyValueCache) -> LayerCache:
         """Return an empty cache of this layer; ``cache`` is the state that all layers share."""

@@ -21,7 +21,6 @@ from megatron_ext.errors import (
     MegatronExtError,
     tell_errors,
 )
-from megatron_ext.text.data.blend import plain_prefix
 from megatron_ext.text.data.inspect import (
     digest_path,
     digests_of,
@@ -29,6 +28,7 @@ from megatron_ext.text.data.inspect import (
     verify,
     write_digests,
 )
+from megatron_ext.text.data.prefixes import plain_prefix
 from megatron_ext.text.preprocess.options import add_tokenizer_flags, tokenizer_config
 from megatron_ext.text.sft.store import is_part_of_store
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer

@@ -15,7 +15,7 @@ from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import DataError
 from megatron_ext.text.config.hugging_face import HuggingFaceConfig
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.data.blend import SPLITS, given_lengths, training_blend
+from megatron_ext.text.data.blend import SPLITS, given_lengths
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.tokenizers import TokenizerConfig, check_files
 from megatron_ext.train.task import later
@@ -23,6 +23,7 @@ from megatron_ext.train.task import later
 INDEXED = "megatron_ext.data.indexed"
 SFT = "megatron_ext.text.sft"
 read_settings = later("megatron_ext.text.convert.settings:read_settings")
+training_blend = later("megatron_ext.text.data.prefixes:training_blend")
 
 
 def plans_without_data(config: RunConfig) -> bool:

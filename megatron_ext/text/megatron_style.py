@@ -36,8 +36,9 @@ from megatron_ext.losses.contract import LossFunction, StepCounts, non_loss_data
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.config.rules import text_rules
 from megatron_ext.text.config.sft import SftConfig
-from megatron_ext.text.data.blend import Blend, read_blend
+from megatron_ext.text.data.blend import Blend
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.prefixes import read_blend
 from megatron_ext.text.inputs import tokenizer_inputs
 from megatron_ext.text.run import with_tokenizer
 from megatron_ext.text.task import GPT

@@ -21,7 +21,7 @@ from megatron_ext.errors import CheckpointError
 from megatron_ext.programs.convert_checkpoint import main as convert
 from megatron_ext.text.task import GPT
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.main import main
 from tests.checkpoint.tiny import build, load, manager, save
 from tests.ranks import ranks

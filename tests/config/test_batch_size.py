@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.config.batch_schedule import parse_batch_schedule
 from megatron_ext.config.batch_size import BatchSize, number_of_iterations, samples_after
-from megatron_ext.config.training import TrainingConfig, parse_batch_schedule
+from megatron_ext.config.training import TrainingConfig
 
 
 def _training(**values: Any) -> TrainingConfig:

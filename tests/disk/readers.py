@@ -48,8 +48,8 @@ from megatron_ext.extras.report.run_folder import read_run_folder
 from megatron_ext.extras.resilience.elastic import REQUESTED_NODES, requested_nodes
 from megatron_ext.planning.hardware import gpu_named
 from megatron_ext.text.convert.config import read_model
-from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.prefixes import read_blend
 from megatron_ext.text.data.schedule import read_schedule
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.generation.requests import read_prompts

@@ -34,7 +34,7 @@ WRITES = {
     ("extras/chaos/goodput.py", "savefig"): USERS_OWN,
     ("schedules/picture.py", "savefig"): USERS_OWN,
     ("text/preprocess/slurm.py", "write_text"): USERS_OWN,
-    ("train/launch.py", "write_text"): "torchrun's error file, which torchrun has made and names",
+    ("train/rank.py", "write_text"): "torchrun's error file, which torchrun has made and names",
     ("extras/quality/duplicates.py", "memmap"): TEMPORARY,
     ("checkpoint/prepared.py", "torch.save"): "a buffer in memory",
     ("data/block_cache.py", "np.memmap"): "a table that was made or checked just before",

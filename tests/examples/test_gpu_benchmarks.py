@@ -31,7 +31,7 @@ from benchmarks.traffic import compiled_traffic, eager_traffic
 from megatron_ext.layers.fp8.scaling import RECIPES
 from megatron_ext.layers.pointwise import activated
 from megatron_ext.text.cost.products import flops_per_sample
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.video.cost.joint import flops_of_clip
 from megatron_ext.video.networks.mmdit.config import SIZES
 from tests.ranks import ParallelContext, ranks

@@ -19,8 +19,8 @@ from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.extras.audit import reproduce_data as data
 from megatron_ext.parallel.context import ParallelContext
 from megatron_ext.text.data import checked, gpt
-from megatron_ext.text.data.blend import read_blend
 from megatron_ext.text.data.config import DataConfig
+from megatron_ext.text.data.prefixes import read_blend
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.numerics.reproductions import check_ratio
 from tests.ranks import ranks

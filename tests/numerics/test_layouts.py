@@ -14,7 +14,7 @@ from megatron_ext.device import select
 from megatron_ext.inspect.layouts import parse_layout
 from megatron_ext.programs.parity import main
 from megatron_ext.text.task import GPT
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.run import Run
 from megatron_ext.train.step import StepInputs, StepResult

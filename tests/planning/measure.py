@@ -27,7 +27,7 @@ from megatron_ext.planning.memory import memory
 from megatron_ext.planning.network import Network
 from megatron_ext.planning.state import rank_state
 from megatron_ext.text.task import GPT
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.loop import train
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.run import Run

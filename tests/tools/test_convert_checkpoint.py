@@ -12,7 +12,7 @@ from megatron_ext.device import select
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.programs import convert_checkpoint
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from tests.text.convert.models import in_child, make
 from tests.training_runs import config_of
 from tests.video.networks.wan.convert import models as wan

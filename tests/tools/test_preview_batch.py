@@ -18,7 +18,7 @@ from megatron_ext.device import select
 from megatron_ext.inspect.preview.collect import collect
 from megatron_ext.inspect.preview.rows import Row, Step
 from megatron_ext.programs.preview_batch import main
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.run import Run
 from tests.text.sft.tiny import tokenizer

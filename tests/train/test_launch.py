@@ -23,7 +23,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from megatron_ext.device import Device
 from megatron_ext.errors import (
     EXIT_CODE_INTERRUPTED,
-    EXIT_CODE_NOT_SAVED,
     ConfigError,
     MachineFault,
     MegatronExtError,
@@ -31,26 +30,17 @@ from megatron_ext.errors import (
 )
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
+from megatron_ext.train import forking
 from megatron_ext.train import launch as module
 from megatron_ext.train.exit_codes import (
     EXIT_CODE_LOST_CONTACT,
     EXIT_CODE_NO_ANSWER,
     EXIT_CODE_NO_MEMORY,
-    EXIT_CODE_RESIZED,
-    EXIT_CODE_SIGNAL,
 )
 from megatron_ext.train.exit_signal import ExitSignal
-from megatron_ext.train.launch import (
-    SCHEDULED,
-    _forked,
-    _run_started_rank,
-    check_launcher,
-    fork_ranks,
-    launch,
-    launch_of,
-    refuse,
-    run_rank,
-)
+from megatron_ext.train.forking import _forked, fork_ranks
+from megatron_ext.train.launch import SCHEDULED, check_launcher, launch, launch_of, refuse
+from megatron_ext.train.rank import run_rank
 from megatron_ext.train.schedulers import notes_on_nodes
 from megatron_ext.train.supervision import Supervision
 from megatron_ext.train.supervisor import SignalForwarder
@@ -266,7 +256,7 @@ from megatron_ext.errors import loader_ends_with_parent
 from megatron_ext.parallel.context import init_groups
 from megatron_ext.parallel.grid import Layout
 from megatron_ext.train.exit_codes import EXIT_CODE_NO_MEMORY
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 def main():
     init_groups(Layout(2), Device("cpu", "gloo"))
     open(sys.argv[1] + "/" + str(os.getpid()), "w").close()
@@ -431,7 +421,7 @@ def test_the_message_and_the_code_of_a_rank_that_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
-    monkeypatch.setattr(module, "_SECONDS_FOR_RANK_0_OF_A_RUN", 0.2)
+    monkeypatch.setattr("megatron_ext.train.rank._SECONDS_FOR_RANK_0_OF_A_RUN", 0.2)
     monkeypatch.setenv("RANK", "3")
     start = time.monotonic()
     assert run_rank(lambda: _fail(error)) == code
@@ -556,88 +546,6 @@ def test_the_environment_of_a_restart_comes_before_that_of_its_ranks(tmp_path: P
     assert [path.read_text() for path in tmp_path.iterdir()] == ["8"] * 2
 
 
-class Left(Exception):
-    """Stands for the end of the process."""
-
-
-@pytest.mark.parametrize(
-    ("rank", "code", "elastic", "restarts", "told", "leaves_folder", "ends_agent"),
-    [
-        ("0", 1, False, True, [1], True, False),
-        ("1", 1, False, True, [], True, False),
-        ("0", EXIT_CODE_RESIZED, True, True, [EXIT_CODE_RESIZED], False, False),
-        ("0", EXIT_CODE_SIGNAL, False, True, [EXIT_CODE_SIGNAL], True, True),
-        ("0", EXIT_CODE_SIGNAL, False, False, [EXIT_CODE_SIGNAL], True, False),
-        ("0", EXIT_CODE_SIGNAL, True, True, [EXIT_CODE_SIGNAL], True, False),
-    ],
-)
-def test_the_end_of_a_rank_that_torchrun_has_started(
-    rank: str,
-    code: int,
-    elastic: bool,
-    restarts: bool,
-    told: list[int],
-    leaves_folder: bool,
-    ends_agent: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    events: list[Any] = []
-    monkeypatch.setenv("RANK", rank)
-    monkeypatch.setattr(module, "is_under_torchrun", lambda: True)
-    monkeypatch.setattr(module, "end_with_parent", lambda *_: None)
-    monkeypatch.setattr(module, "parent_at_start", lambda: 77)
-    monkeypatch.setattr(module, "restarts_by_torchrun", lambda: restarts)
-    monkeypatch.setattr(module, "leave_exit_code", lambda code: events.append(("code", code)))
-    monkeypatch.setattr(module, "leave_host_folder", lambda: events.append("folder"))
-    monkeypatch.setattr(os, "kill", lambda pid, number: events.append((pid, number)))
-
-    def leave(code: int) -> None:
-        raise Left(code)
-
-    monkeypatch.setattr(module, "_leave", leave)
-    supervision = Supervision()
-    supervision.is_elastic = elastic
-    said: list[int] = []
-    with pytest.raises(Left, match=str(code)):
-        _run_started_rank(lambda: code, ExitSignal(None), said.append, supervision)
-    assert said == told
-    assert events == [
-        ("code", code),
-        *["folder"] * leaves_folder,
-        *[(77, signal.SIGTERM)] * ends_agent,
-    ]
-
-
-@pytest.mark.parametrize("number", [None, signal.SIGUSR1])
-def test_a_rank_of_torchrun_ends_with_its_agent_and_has_not_saved_before_it_says_so(
-    number: signal.Signals | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[Any] = []
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(module, "is_under_torchrun", lambda: True)
-    monkeypatch.setattr(module, "parent_at_start", lambda: 77)
-    monkeypatch.setattr(module, "end_with_parent", lambda *given: events.append(given))
-    monkeypatch.setattr(module, "leave_exit_code", events.append)
-    exit_signal = ExitSignal(number)
-    monkeypatch.setattr(exit_signal, "end_by_sigterm", lambda tell: events.append("watches"))
-    supervision: Any = Supervision()
-    supervision.follow_earlier_process = lambda: events.append("counts")
-
-    def main() -> int:
-        events.append("runs")
-        return 0
-
-    assert _run_started_rank(main, exit_signal, lambda _: None, supervision) == 0
-    assert events == [
-        (77, number or signal.SIGKILL),
-        "counts",
-        *([] if number is None else [EXIT_CODE_NOT_SAVED]),
-        "watches",
-        "runs",
-        0,
-    ]
-
-
 @pytest.mark.parametrize(
     ("number", "code"), [(None, 7), (signal.SIGINT, EXIT_CODE_INTERRUPTED), (signal.SIGHUP, 129)]
 )
@@ -659,7 +567,7 @@ def test_a_launch_that_is_asked_to_end_has_the_code_of_that_signal(
 
     supervision: Any = Supervision()
     supervision.supervisor = supervisor
-    monkeypatch.setattr(module, "_forked", lambda *_: nullcontext())
+    monkeypatch.setattr(forking, "_forked", lambda *_: nullcontext())
     how: Any = {"timeout_minutes": 3.0, "save": "here", "supervision": supervision}
     assert fork_ranks(lambda: 0, 2, **how) == code
     assert given == [(2, 3.0, "here")]

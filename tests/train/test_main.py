@@ -26,7 +26,7 @@ from megatron_ext.train import main as module
 from megatron_ext.train import pretrain as rank_module
 from megatron_ext.train.exit_codes import EXIT_CODE_SIGNAL, EXIT_CODE_USER_ERROR
 from megatron_ext.train.exit_signal import ExitSignal
-from megatron_ext.train.launch import End, Launch
+from megatron_ext.train.launch import Launch
 from megatron_ext.train.main import (
     LOGGED,
     check_folders,
@@ -38,6 +38,7 @@ from megatron_ext.train.main import (
     stored_config,
 )
 from megatron_ext.train.pretrain import pretrain
+from megatron_ext.train.rank import End
 from megatron_ext.train.reporting.files import read_metrics
 from megatron_ext.train.run import StopRequests
 from megatron_ext.train.supervision import Supervision

@@ -25,7 +25,7 @@ from megatron_ext.disk.writing import write_bytes
 from megatron_ext.errors import MegatronExtError
 from megatron_ext.parallel.context import INIT_METHOD, ParallelContext, init_groups, seed_everything
 from megatron_ext.parallel.grid import Layout
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 
 SEED = 1234
 TIMEOUT_MINUTES = 2.0

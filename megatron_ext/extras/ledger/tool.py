@@ -23,7 +23,7 @@ from megatron_ext.extras.ledger.counts import Use, check_of, compare, uses
 from megatron_ext.extras.ledger.documents import Documents, Rows
 from megatron_ext.extras.ledger.ledger import Ledger, Read
 from megatron_ext.extras.ledger.step_record import Steps
-from megatron_ext.text.data.blend import plain_prefix
+from megatron_ext.text.data.prefixes import plain_prefix
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from megatron_ext.text.tokenizers.base import Tokenizer
 

@@ -31,7 +31,8 @@ from megatron_ext.errors import say_to_stderr
 from megatron_ext.extras.report.goodput import PREFIX
 from megatron_ext.parallel.board import START, Board
 from megatron_ext.parallel.recorder import Recorder
-from megatron_ext.train.launch import End, Launch
+from megatron_ext.train.launch import Launch
+from megatron_ext.train.rank import End
 from megatron_ext.train.reporting.files import (
     ENDED,
     LAUNCHED,

@@ -134,8 +134,6 @@ class AttentionConfig(LayerSection):
                     f"has no kernel for `{name}` ({value})",
                     "use auto or local",
                 )
-        if self.qk_clip:
-            yield from self._clip_errors(config)
         rings = sorted(set(parallel.cp_comm_type) & {"p2p", "a2a+p2p"})
         if in_te and parallel.context_parallel_size > 1 and self.window_size is not None and rings:
             yield FlagError(
@@ -144,40 +142,6 @@ class AttentionConfig(LayerSection):
                 f"over context-parallel ranks does not go with `--cp-comm-type` ({rings[0]})",
                 "use all_gather or a2a",
             )
-
-    def _clip_errors(self, config: RunConfig) -> Iterator[FlagError]:
-        """Yield an error for each flag with which scaled weights would have another effect."""
-        latent = config.section(LatentAttentionConfig).multi_latent_attention
-        if config.model.qk_layernorm and not latent:
-            yield FlagError(
-                "--qk-clip",
-                None,
-                "has no effect with `--qk-layernorm`, whose norms undo any scale of queries and "
-                "keys",
-                "give one of them",
-            )
-        if self.attn_logit_softcapping is not None:
-            yield FlagError(
-                "--qk-clip",
-                None,
-                f"does not go with `--attn-logit-softcapping` ({self.attn_logit_softcapping}), "
-                "which limits the logits already",
-                "give one of them",
-            )
-        fixes = {
-            "--lora-rank": config.lora.lora_rank is not None,
-            "--freeze": bool(config.freeze.freeze),
-            "--freeze-all-but": bool(config.freeze.freeze_all_but),
-            "--freeze-base-for-mtp": config.freeze.freeze_base_for_mtp,
-        }
-        for name, given in fixes.items():
-            if given:
-                yield FlagError(
-                    "--qk-clip",
-                    None,
-                    f"scales weights of queries and keys, which `{name}` may keep as they are",
-                    "leave one of them out",
-                )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron_ext.text.config.attention import (
 from megatron_ext.text.config.block import BlockConfig
 from megatron_ext.text.config.hybrid import SIZES, HybridConfig, MixerConfig
 from megatron_ext.text.config.moe import MoEConfig
-from megatron_ext.text.config.positions import PositionConfig, rotary_errors
+from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.samples import TextSampleConfig
 from megatron_ext.text.config.sft import SftConfig, sft_errors
 from megatron_ext.text.data.config import DataConfig, FimConfig, direct_errors
@@ -140,6 +140,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
         *_mask_errors(data, sft, run.model.transformer_impl),
         *_latent_errors(given),
         *_rotary_errors(run),
+        *_clip_errors(run),
     ]
 
 
@@ -198,8 +199,19 @@ def _rotary_errors(run: RunConfig) -> Iterator[FlagError]:
     sizes = model.num_layers, model.hidden_size, model.num_attention_heads, model.seq_length
     if section.position_embedding_type == "rope" and model.kv_channels and not latent:
         if all(sizes) and section.max_position_embeddings:
+            from megatron_ext.text.config.position_rules import rotary_errors
+
             windowed = run.section(AttentionConfig).window_size is not None
             yield from rotary_errors(section, model.kv_channels, windowed=windowed)
+
+
+def _clip_errors(run: RunConfig) -> Iterator[FlagError]:
+    """Yield an error for each flag with which ``--qk-clip`` does not go, if it is given."""
+    attention = run.section(AttentionConfig)
+    if attention.qk_clip:
+        from megatron_ext.text.config.clip_rules import clip_errors
+
+        yield from clip_errors(attention, run)
 
 
 def _mask_errors(data: DataConfig, sft: SftConfig, transformer_impl: str) -> list[FlagError]:

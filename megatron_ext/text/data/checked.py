@@ -25,7 +25,7 @@ from megatron_ext.data.indexed import (
     read_index,
 )
 from megatron_ext.errors import DataError
-from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths, training_blend
+from megatron_ext.text.data.blend import SPLITS, BlendSpec, given_lengths
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import (
     build_blend,
@@ -34,6 +34,7 @@ from megatron_ext.text.data.gpt import (
     split_bounds,
 )
 from megatron_ext.text.data.inspect import check_ids, id_range
+from megatron_ext.text.data.prefixes import training_blend
 from megatron_ext.text.data.separators import ending_warnings, first_endings, padding_id
 from megatron_ext.text.tokenizers.base import Tokenizer
 from megatron_ext.train.batch_size import split_sizes

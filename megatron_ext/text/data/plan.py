@@ -23,9 +23,10 @@ from megatron_ext.data.packed_order import Cuts, PackedOrder
 from megatron_ext.data.packing import IndexedDocuments
 from megatron_ext.data.token_spans import TokenSpan
 from megatron_ext.errors import DataError
-from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec, training_blend
+from megatron_ext.text.data.blend import SPLITS, Blend, BlendSpec
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.gpt import split_bounds
+from megatron_ext.text.data.prefixes import training_blend
 from megatron_ext.text.data.schedule import Schedule, read_schedule
 from megatron_ext.text.data.storage import index_of, open_tokens
 from megatron_ext.train.batch_size import split_sizes

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from megatron_ext.data.mixture import Planned
 from megatron_ext.disk.reading import UnreadableFile, read_yaml
 from megatron_ext.errors import DataError
-from megatron_ext.text.data.blend import plain_prefix
+from megatron_ext.text.data.prefixes import plain_prefix
 
 _KEYS = {"stages", "max_epochs", "when_exhausted"}
 _STAGE_KEYS = {"tokens", "samples", "seq_length", "ramp", "weights"}

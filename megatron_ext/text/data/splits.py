@@ -20,7 +20,7 @@ from megatron_ext.data.mixture import shares
 from megatron_ext.data.order import SampleOrder, Stage
 from megatron_ext.data.packed_order import PackedOrder
 from megatron_ext.errors import ConfigError, DataError, FlagError
-from megatron_ext.text.data.blend import SPLITS, read_blend
+from megatron_ext.text.data.blend import SPLITS
 from megatron_ext.text.data.config import DataConfig, FimConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow, Marks
 from megatron_ext.text.data.fim import FillInTheMiddle
@@ -39,6 +39,7 @@ from megatron_ext.text.data.plan import (
     use_table,
     weights_of,
 )
+from megatron_ext.text.data.prefixes import read_blend
 from megatron_ext.text.data.separators import (
     document_ends,
     ending_warnings,

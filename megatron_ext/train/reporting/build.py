@@ -16,7 +16,8 @@ from megatron_ext import extras, limits
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError, say_to_stderr
 from megatron_ext.parallel.context import ParallelContext
-from megatron_ext.train.launch import End, Launch
+from megatron_ext.train.launch import Launch
+from megatron_ext.train.rank import End
 from megatron_ext.train.reporting.lines import LinePrinter
 from megatron_ext.train.reporting.records import (
     FINISHED,

@@ -17,7 +17,7 @@ from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.precision import TE_IMPL, Fp8Config
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.sdpa import flash_3_in_use
-from megatron_ext.train.launch import threads_of_rank
+from megatron_ext.train.rank import threads_of_rank
 
 STARTED = "> starting"
 """The beginning of the first line of a run that has passed all checks."""

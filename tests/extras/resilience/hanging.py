@@ -16,7 +16,7 @@ from megatron_ext.extras.resilience.watch import Limits, Verdict
 from megatron_ext.extras.resilience.watcher import Watcher
 from megatron_ext.schedules.communication import Channels
 from megatron_ext.schedules.plan import Action, Kind
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.train.pretrain import pretrain
 from megatron_ext.train.run import Run
 from tests.training_runs import SMALL, prepared, without

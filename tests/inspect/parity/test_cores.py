@@ -22,7 +22,7 @@ from megatron_ext.inspect.layouts import parse_layout, refuse_random_draws, spli
 from megatron_ext.inspect.parity import Recording
 from megatron_ext.programs.parity import main
 from megatron_ext.text.task import TEXT
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from tests.training_runs import ROOT, SAME_WEIGHTS, mock_data
 
 INSTALLED = version("megatron-core")

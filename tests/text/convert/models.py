@@ -20,7 +20,7 @@ from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.text.convert.families import FAMILIES
 from megatron_ext.text.convert.huggingface import Import, import_model
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from tests.training_runs import config_of
 
 # transformers 5.23 has this class, but does not find it by the config.json.

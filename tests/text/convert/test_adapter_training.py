@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_ext.errors import CheckpointError, ConfigError
 from megatron_ext.programs.lora import main as lora
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from tests.text.convert.models import make, theirs, tokens
 from tests.text.convert.test_training import (
     LAYOUTS,

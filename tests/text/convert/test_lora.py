@@ -20,7 +20,7 @@ from megatron_ext.programs.lora import main
 from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.convert.reading import load_folder
 from megatron_ext.text.model.gpt import build_gpt_chunk
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from tests.layers import plain
 from tests.numerics.stock import LENGTH, VOCABULARY, gpt_config, whole_batch
 from tests.ranks import ranks

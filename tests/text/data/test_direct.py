@@ -19,10 +19,11 @@ from megatron_ext.data.samplers import SequentialSampler
 from megatron_ext.errors import ConfigError, DataError
 from megatron_ext.text.data import checked, gpt
 from megatron_ext.text.data import plan as planning
-from megatron_ext.text.data.blend import BlendSpec, read_blend
+from megatron_ext.text.data.blend import BlendSpec
 from megatron_ext.text.data.config import DataConfig
 from megatron_ext.text.data.direct import DirectDataset, EveryWindow
 from megatron_ext.text.data.plan import RunPlan, plan_run
+from megatron_ext.text.data.prefixes import read_blend
 from megatron_ext.text.data.splits import (
     _check_lengths,
     _shortened,

@@ -15,15 +15,9 @@ from megatron_ext.data.indexed import optimal_dtype
 from megatron_ext.data.indexed_writer import IndexedWriter
 from megatron_ext.errors import DataError
 from megatron_ext.text.data import checked, gpt
-from megatron_ext.text.data.blend import (
-    BlendSpec,
-    given_lengths,
-    plain_prefix,
-    read_blend,
-    source_options,
-    training_blend,
-)
+from megatron_ext.text.data.blend import BlendSpec, given_lengths, source_options
 from megatron_ext.text.data.config import DEFAULT_SPLIT, DataConfig, FimConfig
+from megatron_ext.text.data.prefixes import plain_prefix, read_blend, training_blend
 from megatron_ext.text.tokenizers import TokenizerConfig, build_tokenizer
 from tests.training_runs import TINY, check_refused, config_of, train_steps, without
 

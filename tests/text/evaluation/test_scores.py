@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("lm_eval", reason="lm_eval is not installed (the extra `eval`)")
 
 from megatron_ext.text.evaluation.tool import evaluate
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from tests.text.convert.models import imported, in_child
 from tests.text.evaluation.tasks import TASKS, prompts, write_tasks
 from tests.text.generation.tiny import speaking_model

@@ -22,7 +22,7 @@ from megatron_ext.text.generation.requests import Prompt, check_vocabulary
 from megatron_ext.text.generation.sampling import Sampling
 from megatron_ext.text.generation.tool import generate_text
 from megatron_ext.text.tokenizers.base import ByteLevelTokenizer
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from tests.text.convert.models import imported
 from tests.text.generation.tiny import speaking_model
 from tests.text.tiny import ROOT, sentences, write_jsonl

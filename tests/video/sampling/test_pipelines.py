@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from megatron_ext.programs.convert_checkpoint import main as convert
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.video.sampling import samples
 from megatron_ext.video.sampling.mp4 import as_bytes
 from megatron_ext.video.sampling.tool import sample_video

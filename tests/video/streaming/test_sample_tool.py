@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_ext.checkpoint.files import TRACKER
 from megatron_ext.programs.lora import main
 from megatron_ext.train.exit_codes import EXIT_CODE_USER_ERROR
-from megatron_ext.train.launch import fork_ranks
+from megatron_ext.train.forking import fork_ranks
 from megatron_ext.video.config.encoding import CodecConfig
 from megatron_ext.video.data.codec import PatchCodec
 from megatron_ext.video.sampling.clips import CONTACT_SHEET, LIST
