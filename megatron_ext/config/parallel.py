@@ -10,6 +10,8 @@ SCHEDULES = (
     "no-pipelining 1f1b interleaved zb-h1 zb-v dualpipe-v "
     "core-no-pipelining core-1f1b core-interleaved"
 ).split()
+STAGES = "--pipeline-model-parallel-size"
+"""The flag of the number of pipeline ranks, which errors name."""
 V_SHAPED = ("zb-v", "dualpipe-v")
 """The schedules with two chunks on each rank, whose stages go there and back."""
 SPLIT_SCHEDULES = ("zb-h1", *V_SHAPED)

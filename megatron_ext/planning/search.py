@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
-from megatron_ext.config.rules.parallel import stages_of
+from megatron_ext.config.rules.pipeline_layout import stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import Gpu
 from megatron_ext.errors import ConfigError, FlagError

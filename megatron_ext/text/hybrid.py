@@ -29,7 +29,7 @@ from megatron_ext.config.layers import (
     pattern_errors,
 )
 from megatron_ext.config.layers import read_pattern as read_layers
-from megatron_ext.config.rules.parallel import STAGES
+from megatron_ext.config.parallel import STAGES
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import FlagError, exclusive
 from megatron_ext.text.config.attention import LatentAttentionConfig

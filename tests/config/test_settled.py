@@ -23,7 +23,8 @@ from megatron_ext.config.parallel import ParallelConfig
 from megatron_ext.config.parser import all_errors, parse_args, read_words
 from megatron_ext.config.precision import PrecisionConfig
 from megatron_ext.config.rules.optimizer import has_usual_warmup, with_warmup
-from megatron_ext.config.rules.parallel import mtp_stage, stages_of
+from megatron_ext.config.rules.parallel import mtp_stage
+from megatron_ext.config.rules.pipeline_layout import stages_of
 from megatron_ext.config.training import TrainingConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.text.config.attention import (
@@ -33,6 +34,7 @@ from megatron_ext.text.config.attention import (
 )
 from megatron_ext.text.config.rules import stored_text_model
 from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.sft_rules import row_errors
 from megatron_ext.text.task import TEXT
 from megatron_ext.video.task import VIDEO
 from tests.config.runs import BF16, SMALL
@@ -377,7 +379,7 @@ def test_columns_and_dates_of_conversations() -> None:
     own = SftConfig(sft_prompt_key="p", sft_response_key="r")
     assert (own.prompt_column, own.response_column) == ("p", "r")
     for date, is_right in (("2024-07-26", True), ("20240726", False), ("2024-7-26", False)):
-        assert (SftConfig(sft_date=date).row_errors() == []) is is_right
+        assert (row_errors(SftConfig(sft_date=date)) == []) is is_right
     assert SftConfig().resolved(9).sft_max_length is None
     assert SftConfig(sft=True).resolved(9).sft_max_length == 9
 

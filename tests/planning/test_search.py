@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from megatron_ext.config.parser import parse_args
-from megatron_ext.config.rules.parallel import stages_of
+from megatron_ext.config.rules.pipeline_layout import stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.device.gpus import GPUS
 from megatron_ext.errors import ConfigError

@@ -29,7 +29,7 @@ from megatron_ext.text.config.hybrid import SIZES, HybridConfig, MixerConfig
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.samples import TextSampleConfig
-from megatron_ext.text.config.sft import SftConfig, sft_errors
+from megatron_ext.text.config.sft import SftConfig
 from megatron_ext.text.data.config import DataConfig, FimConfig, direct_errors
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.tokenizers import TokenizerConfig
@@ -134,7 +134,7 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
         *data.own_errors(full_validation=run.training.full_validation),
         *direct_errors(data, run),
         *run.section(FimConfig).own_errors(),
-        *sft_errors(sft, run),
+        *_sft_errors(sft, run),
         *_target_errors(run),
         *_quantization_errors(run),
         *_mask_errors(data, sft, run.model.transformer_impl),
@@ -142,6 +142,15 @@ def text_rules(given: RunConfig, run: RunConfig) -> list[FlagError]:
         *_rotary_errors(run),
         *_clip_errors(run),
     ]
+
+
+def _sft_errors(sft: SftConfig, run: RunConfig) -> list[FlagError]:
+    """Return an error for each value of a flag that a run with ``--sft`` cannot have."""
+    if not sft.sft:
+        return []
+    from megatron_ext.text.config.sft_rules import sft_errors
+
+    return sft_errors(sft, run)
 
 
 def _latent_errors(given: RunConfig) -> list[FlagError]:

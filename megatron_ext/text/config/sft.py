@@ -1,21 +1,18 @@
-"""Flags of fine-tuning on conversations, and their rules."""
+"""Flags of fine-tuning on conversations."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.config.flags import Range, derived, flag
-from megatron_ext.config.run import RunConfig
-from megatron_ext.disk.reading import UnreadableFile, parse_json
-from megatron_ext.errors import FlagError
+from megatron_ext.disk.reading import parse_json
 
-_ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
+ROW_FORMATS = ("messages", "prompt-response", "prompt-completion", "sharegpt", "alpaca")
 _PROMPT_COLUMNS = {"prompt-completion": ("prompt", "completion")}
 """Default (prompt, answer) columns by row format; other formats have (question, answer)."""
-_BATCHING = ("packed", "padded", "token-budget")
+BATCHING = ("packed", "padded", "token-budget")
 _ARGUMENT_FORMS = ("auto", "object", "string")
 
 
@@ -29,7 +26,7 @@ class SftConfig:
 
     sft: bool = flag(False, "fine-tune on conversations: jsonl, parquet or preprocessed")
     sft_row_format: str = flag(
-        "messages", "columns that hold a row's conversation", choices=_ROW_FORMATS
+        "messages", "columns that hold a row's conversation", choices=ROW_FORMATS
     )
     sft_messages_key: str = flag("messages", "column of messages, each with role and content")
     sft_prompt_key: str | None = flag(
@@ -97,7 +94,7 @@ class SftConfig:
         "packed",
         "rows of several conversations, one conversation in each row, or as many micro-batches of "
         "--seq-length tokens as the conversations of a step need",
-        choices=_BATCHING,
+        choices=BATCHING,
     )
 
     def resolved(self, seq_length: int | None) -> SftConfig:
@@ -123,90 +120,3 @@ class SftConfig:
     @property
     def template_kwargs(self) -> dict[str, Any]:
         return dict(parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs"))
-
-    def row_errors(self) -> list[FlagError]:
-        """Return an error for each bad value of a flag about rows of data or the chat template."""
-        errors = []
-        if self.sft_row_format not in _ROW_FORMATS:
-            errors.append(
-                FlagError(
-                    "--sft-row-format",
-                    self.sft_row_format,
-                    f"must be one of {', '.join(_ROW_FORMATS)}",
-                )
-            )
-        if self.sft_date is not None and not is_date(self.sft_date):
-            errors.append(
-                FlagError(
-                    "--sft-date", self.sft_date, "must be a day as YYYY-MM-DD", "use 2024-07-26"
-                )
-            )
-        try:
-            kwargs = parse_json(self.sft_template_kwargs or "{}", "--sft-template-kwargs")
-        except UnreadableFile:
-            kwargs = None
-        if not isinstance(kwargs, dict):
-            errors.append(
-                FlagError(
-                    "--sft-template-kwargs",
-                    self.sft_template_kwargs,
-                    "must be a JSON object",
-                    "use '{\"enable_thinking\": false}'",
-                )
-            )
-        return errors
-
-
-def is_date(text: str) -> bool:
-    """Tell whether a text is a valid date in the form YYYY-MM-DD."""
-    try:
-        return datetime.date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False
-
-
-def sft_errors(sft: SftConfig, run: RunConfig) -> list[FlagError]:
-    """Return an error for each value of a flag that a run with ``--sft`` cannot have."""
-    training = run.training
-    seq_length = run.model.seq_length
-    if not sft.sft:
-        return []
-    errors = sft.row_errors()
-    longest = sft.sft_max_length
-    batching = sft.sft_batching
-    if seq_length is not None and longest is not None and not 2 <= longest <= seq_length + 1:
-        errors.append(
-            FlagError(
-                "--sft-max-length",
-                longest,
-                f"must be from 2 to `--seq-length` + 1 ({seq_length + 1}), since n tokens take n "
-                "- 1 positions",
-                "change either",
-            )
-        )
-    if batching not in _BATCHING:
-        return [
-            *errors,
-            FlagError("--sft-batching", batching, f"must be one of {', '.join(_BATCHING)}"),
-        ]
-    if run.model.deterministic_dropout and batching != "padded":
-        errors.append(
-            FlagError(
-                "--deterministic-dropout",
-                None,
-                f"numbers the samples of a step by their place, which `--sft-batching {batching}` "
-                "changes with the layout",
-                "use padded",
-            )
-        )
-    if batching == "token-budget" and training.micro_batch_size not in (None, 1):
-        errors.append(
-            FlagError(
-                "--micro-batch-size",
-                training.micro_batch_size,
-                "must be 1 with `--sft-batching token-budget`, whose micro-batches are rows of "
-                "--seq-length tokens",
-                "give `--micro-batch-size 1`",
-            )
-        )
-    return errors

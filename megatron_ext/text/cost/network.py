@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config.layers import ATTENTION, has_experts, mixer_of, mlp_of
 from megatron_ext.config.lora_targets import kind_of
 from megatron_ext.config.parallel import ParallelConfig
-from megatron_ext.config.rules.parallel import mtp_stage, stages_of
+from megatron_ext.config.rules.parallel import mtp_stage
+from megatron_ext.config.rules.pipeline_layout import stages_of
 from megatron_ext.config.run import RunConfig
 from megatron_ext.errors import ConfigError
 from megatron_ext.parallel.grid import Layout, Placement

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_ext.config.flags import COUNT, SIZE, Range, UsersOwn, changed_fields, derived, flag
 from megatron_ext.errors import FlagError, exclusive
-from megatron_ext.text.config.sft import is_date
+from megatron_ext.text.config.sft_rules import is_date
 
 if TYPE_CHECKING:
     from megatron_ext.text.generation.sampling import Sampling

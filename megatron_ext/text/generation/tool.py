@@ -18,7 +18,7 @@ from megatron_ext.config.sections import described, help_question, withheld_note
 from megatron_ext.errors import ConfigError, MegatronExtError
 from megatron_ext.text.config.rules import SHAPE_SECTIONS, text_rules
 from megatron_ext.text.config.samples import TextSampleConfig
-from megatron_ext.text.config.sft import is_date
+from megatron_ext.text.config.sft_rules import is_date
 from megatron_ext.text.evaluation.config import TaskEvaluationConfig
 from megatron_ext.text.generation.config import GenerationConfig
 from megatron_ext.text.inputs import tokenizer_inputs

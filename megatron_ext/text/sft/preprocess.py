@@ -22,6 +22,7 @@ from megatron_ext.disk.reading import MAX_DEPTH, is_too_deep
 from megatron_ext.disk.writing import lock_path
 from megatron_ext.errors import ConfigError, DataError, MegatronExtError, say_to_stderr
 from megatron_ext.text.config.sft import SftConfig
+from megatron_ext.text.config.sft_rules import row_errors
 from megatron_ext.text.data.config import is_number
 from megatron_ext.text.preprocess.encode import (
     BadLine,
@@ -153,7 +154,7 @@ class SftPreprocessOptions(PreprocessOptions):
             if getattr(self, name) != getattr(PreprocessOptions, name):
                 flag = "--" + name.replace("_", "-")
                 wrong.append(f"`{flag}` does not go with `--sft`: {reason}; leave it out.")
-        return [*wrong, *self.sft.row_errors()]
+        return [*wrong, *row_errors(self.sft)]
 
     @property
     def columns(self) -> None:
