@@ -42,7 +42,7 @@ class DeltaSubmodules:
 
 
 class Gates(NamedTuple):
-    """What a token does to the state, and to its own output.
+    """The gates by which a token changes the state, and its own output.
 
     Attributes:
         decays: log decays ``[b, s, h]`` or ``[b, s, h, k]``, see `delta_rule.DeltaRule`.

@@ -1,4 +1,4 @@
-"""What recurrent mixers read of an attention mask: where documents begin."""
+"""Reads from an attention mask what recurrent mixers need: where documents begin."""
 
 from __future__ import annotations
 

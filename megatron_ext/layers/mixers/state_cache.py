@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_ext.layers.kv_cache import KeyValueCache
 
 States = tuple[Tensor, ...]
-"""What a mixer remembers of sequences, each tensor ``[b, ...]``."""
+"""The tensors by which a mixer remembers sequences, each ``[b, ...]``."""
 Recur = Callable[[Tensor, States | None], tuple[Tensor, States]]
 """Takes inputs ``[b, s, c]`` and the states before them, or None for the beginning of sequences.
 

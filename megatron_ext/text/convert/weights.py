@@ -15,7 +15,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.text.config.hybrid import MixerConfig
@@ -29,8 +29,21 @@ from megatron_ext.text.convert.table import (
     qkv_with_gate,
 )
 
-if TYPE_CHECKING:
-    from megatron_ext.text.convert.family import Gpt
+
+class Shaped(Protocol):
+    """The parts of a `family.Gpt` that decide the shapes of a model's tensors."""
+
+    @property
+    def model(self) -> ModelConfig:
+        """Return the sizes of its heads and layers."""
+
+    @property
+    def mixer(self) -> MixerConfig:
+        """Return the sizes of its mixers other than attention."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Return the kind of each layer (see `config.layers`)."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +268,7 @@ class Weights:
             self.halves or halves,
         )
 
-    def table(self, gpt: Gpt, vocab_size: int) -> Table:
+    def table(self, gpt: Shaped, vocab_size: int) -> Table:
         """Return the table of the rows of each parameter, for a model of the given sizes."""
         sizes = Sizes(gpt.model, gpt.mixer, vocab_size)
 

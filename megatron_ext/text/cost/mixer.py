@@ -1,4 +1,4 @@
-"""What a sequence mixer other than attention tells of its cost: the base class `Mixer`.
+"""The cost of a sequence mixer other than attention: the base class `Mixer`.
 
 The subclass of a mixer is in a file of its own, which only runs with such layers import.
 """

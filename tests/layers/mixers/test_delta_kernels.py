@@ -1,4 +1,4 @@
-"""What the kernels of flash-linear-attention are asked, by a stand-in that goes token by token.
+"""Calls of flash-linear-attention's kernels, answered by a stand-in that goes token by token.
 
 The kernels themselves need a GPU.
 """
