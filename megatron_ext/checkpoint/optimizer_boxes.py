@@ -145,19 +145,27 @@ def cut_weights(state: dict[str, Any], chunks: Iterable[str]) -> None:
         state: the state to save or to load.
         chunks: the keys in ``state`` of the weights of the model's chunks.
     """
-    for key in chunks:
-        weights = state.get(key, {})
-        for name, entry in list(weights.items()):
-            shard = getattr(getattr(entry, "data", None), "weight_shard", None)
-            if shard is None:
-                continue
+    found = [
+        (state[key], name, entry)
+        for key in chunks
+        for name, entry in state.get(key, {}).items()
+        if isinstance(getattr(entry, "data", None), torch.nn.Parameter)
+    ]
+    if not any(hasattr(entry.data, "weight_shard") for _, _, entry in found):
+        return
+    for weights, name, entry in found:
+        shard = getattr(entry.data, "weight_shard", None)
+        if shard is not None:
             weights[name] = list(_cut(_shards(entry), "", shard.values, shard.start, 0))
-            if not weights[name]:
-                del weights[name]  # the checkpoint's common part would hold an empty list
+        elif not entry.data.requires_grad:
+            # Frozen weights are whole; those of other layers are boxes of the same stored tensor.
+            weights[name] = list(_cut(_shards(entry), "", entry.data, 0, None))
+        if not weights[name]:
+            del weights[name]  # the checkpoint's common part would hold an empty list
 
 
 def _cut(
-    shards: list[ShardedTensor], prefix: str, values: Tensor, start: int, instance: int
+    shards: list[ShardedTensor], prefix: str, values: Tensor, start: int, instance: int | None
 ) -> Iterator[ShardedTensor]:
     """Cut values for a range of a parameter's elements into boxes; yield each as a sharded tensor.
 
@@ -166,7 +174,8 @@ def _cut(
         prefix: what to put before the parameter's name in the checkpoint.
         values: one value for each element of the range.
         start: index of the range's first element in the flattened parameter.
-        instance: index of the distributed-optimizer instance, if several hold copies of the range.
+        instance: index of the distributed-optimizer instance, if several hold copies of the range;
+            None if data-parallel ranks hold copies, as they do of the whole parameter.
     """
     flat = values.detach().view(-1)
     end = start + flat.numel()
@@ -176,6 +185,10 @@ def _cut(
         high = min(end, begin + shard.data.numel())
         position = low - start
         ahead = shard.prepend_axis_num
+        replica = shard.replica_id
+        if instance is not None:
+            # Replica 0: the ranks of a data-parallel group hold different elements, not copies.
+            replica = (*replica[:-1], instance)
         for offset, size in boxes(tuple(shard.data.shape), low - begin, max(low, high) - begin):
             length = math.prod(size)
             full = (*(1 for _ in range(ahead)), *size)
@@ -188,8 +201,7 @@ def _cut(
                 tuple(shard.global_shape),
                 tuple(a + b for a, b in zip(shard.global_offset, place, strict=True)),
                 None,
-                # Replica 0: the ranks of a data-parallel group hold different elements, not copies.
-                replica_id=(*shard.replica_id[:-1], instance),
+                replica_id=replica,
                 allow_shape_mismatch=shard.allow_shape_mismatch,
             )
             position += length
