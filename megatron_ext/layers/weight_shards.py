@@ -474,15 +474,18 @@ class ShardedWeights(ShardedGradients):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load the state of the module; that of a sharded weight is a list of parts of the shard.
 
-        They are in the order of their elements. Other tensors are whole.
+        They are in the order of their elements. A frozen weight may be a list of all its parts.
+        Other tensors are whole.
         """
         self.free()
         bare: Any = unwrap_model(self)
-        found = ((n, getattr(p, "weight_shard", None)) for n, p in bare.named_parameters())
+        own = dict(bare.named_parameters())
+        found = ((n, getattr(p, "weight_shard", None)) for n, p in own.items())
         shards = {name: shard for name, shard in found if shard is not None}
-        parts = {n: x for n, x in state_dict.items() if n in shards and isinstance(x, list)}
+        parts = {n: x for n, x in state_dict.items() if n in own and isinstance(x, list)}
         for name, values in parts.items():
-            shards[name].values.copy_(torch.cat([value.reshape(-1) for value in values]))
+            kept = shards[name].values if name in shards else own[name].detach().view(-1)
+            kept.copy_(torch.cat([value.reshape(-1) for value in values]))
         rest = {name: value for name, value in state_dict.items() if name not in parts}
         with self.whole_weights(writes=True) if shards.keys() & rest.keys() else ExitStack():
             result = bare.load_state_dict(rest, strict=False)

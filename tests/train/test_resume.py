@@ -187,7 +187,7 @@ def test_runs_resume_in_another_layout_with_and_without_sharded_gradients(tmp_pa
          "--tensor-model-parallel-size 2"),
         (f"--num-experts 4 {EP2} --bf16", 4, "--pipeline-model-parallel-size 2"),
         # One layer of the stacked weights is whole on each rank, the other is not.
-        ("--freeze layers.0 --num-experts 4", 2, "--tensor-model-parallel-size 2"),
+        ("--freeze layers.0 --num-experts 4", 2, "--pipeline-model-parallel-size 2"),
     ],
 )  # fmt: skip
 def test_runs_resume_in_another_layout_with_and_without_sharded_weights(
