@@ -199,7 +199,7 @@ def _parsed(raw: dict[str, Any], path: Path) -> HuggingFaceModel:
     """
     family = FAMILIES[raw["model_type"]]
     config = _configuration(raw)
-    settings = Settings(path, config.to_dict())
+    settings = Settings(path, config.to_dict(), raw)
     _refuse_unsupported(settings, raw, family)
     fields = family.fields(settings)
     vocab_size = int(settings["vocab_size"])
@@ -221,7 +221,9 @@ def _unreadable(raw: dict[str, Any], path: Path, error: Exception) -> Checkpoint
     for key in raw.keys() - {"model_type"}:
         rest = {name: value for name, value in raw.items() if name != key}
         with suppress(Exception):
-            _parsed(rest, path)
+            # What it says may still be refused.
+            with suppress(MegatronExtError):
+                _parsed(rest, path)
             wrong.append(f"`{key}` {raw[key]!r}")
     mend = " or ".join(sorted(wrong)) or "it"
     if "NoneType" in reason:

@@ -317,6 +317,9 @@ class Rotary(_Unlimited):
         given = dict(settings["rope_parameters"] or settings["rope_scaling"] or {})
         base = given.pop("rope_theta", settings[self.base])
         share = given.pop("partial_rotary_factor", settings[self.share]) or self.default_share
+        # A class of transformers may have a share of its own.
+        if settings.given.get(self.share) not in (None, share):
+            settings.ignored.append(self.share)
         fields = {"rotary_base": float(base), "rotary_percent": float(share)}
         return fields | read_scaling_of(settings, given)
 

@@ -58,12 +58,14 @@ class Settings:
     Attributes:
         path: the path of config.json, for messages.
         values: the entries, by name.
+        given: the entries that the file has, as they are there.
         read: the names of the entries that have been read so far.
         ignored: parts of entries that have no effect here, such as ``rope_scaling.factor``.
     """
 
     path: Path
     values: Mapping[str, Any]
+    given: Mapping[str, Any] = field(default_factory=dict)
     read: set[str] = field(default_factory=set)
     ignored: list[str] = field(default_factory=list)
 
@@ -249,6 +251,8 @@ class Family:
             of this family come with code of their own.
         defaults: the values that missing entries have in that code, where they differ from those
             of transformers.
+        as_published: returns entries with which transformers' class computes what the code of the
+            published models does, where it reads others.
     """
 
     model_type: str
@@ -263,6 +267,7 @@ class Family:
     known_as: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     weights_of: Callable[[Gpt], Weights] | None = None
+    as_published: Callable[[Gpt], dict[str, Any]] | None = None
 
     def but(
         self,
@@ -279,6 +284,7 @@ class Family:
         read_too: Sequence[Weights] = (),
         known_as: str | None = None,
         defaults: Mapping[str, Any] | None = None,
+        as_published: Callable[[Gpt], dict[str, Any]] | None = None,
     ) -> Family:
         """Return a family that differs from this one in what is given.
 
@@ -308,6 +314,7 @@ class Family:
             known_as,
             dict(defaults or {}),
             weights_of,
+            as_published,
         )
 
     def fields(self, settings: Settings) -> Fields:

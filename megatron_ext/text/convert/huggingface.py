@@ -354,7 +354,11 @@ def reference_model(model: HuggingFaceModel) -> Any:
 
     disable_progress_bar()
     kind = AutoModelForCausalLM if model.wrapping is None else AutoModelForImageTextToText
-    return kind.from_pretrained(model.path.parent, dtype=torch.float32, local_files_only=True)
+    changed = model.family.as_published
+    entries = {} if changed is None else changed(model.sections())
+    return kind.from_pretrained(
+        model.path.parent, dtype=torch.float32, local_files_only=True, **entries
+    )
 
 
 @torch.no_grad()

@@ -19,6 +19,10 @@ _LIMITS = ("mamba_time_step_min", "mamba_time_step_max")
 def _read_layers(settings: Settings) -> Fields:
     attends = settings["attn_layer_indices"] or ()
     layers = range(settings["num_hidden_layers"])
+    beyond = [layer for layer in attends if layer not in layers]
+    if beyond:
+        advice = f"give indices below `num_hidden_layers` {len(layers)}"
+        settings.refuse("attn_layer_indices", attends, advice)
     mixers = (ATTENTION if layer in attends else MAMBA for layer in layers)
     return {"hybrid_layer_pattern": "".join(mixer + DENSE for mixer in mixers)}
 
@@ -59,6 +63,8 @@ def _write_limits(gpt: Gpt) -> dict[str, Any]:
     return {"time_step_limit": [low, math.inf if high is None else high]}
 
 
+STEP_LIMITS = Translated(_LIMITS, ("time_step_limit",), _read_limits, _write_limits)
+"""The limits of steps."""
 SIZES: tuple[Entry, ...] = (
     *copies(
         {
@@ -71,7 +77,7 @@ SIZES: tuple[Entry, ...] = (
     Translated(
         _HEADS, ("mamba_n_heads", "mamba_d_head", "mamba_expand"), _read_heads, _write_heads
     ),
-    Translated(_LIMITS, ("time_step_limit",), _read_limits, _write_limits),
+    STEP_LIMITS,
 )
 """The sizes of Mamba-2."""
 FAMILY = llama.BASE.but(
@@ -84,6 +90,7 @@ FAMILY = llama.BASE.but(
             ("num_hidden_layers", "attn_layer_indices"),
             _read_layers,
             _write_layers,
+            ("`attn_layer_indices` of layers that are not there",),
         ),
         *SIZES,
         Rotary(default_share=0.5, share_always=True),

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_ext.config.layers import ATTENTION, EXPERTS, mixer_of, mlp_of
 from megatron_ext.text.convert.delta_rows import heads_in_turn, separate_convolution, with_ones
-from megatron_ext.text.convert.entries import Requires, Translated, Writes, copies
+from megatron_ext.text.convert.entries import Requires, Translated, copies
 from megatron_ext.text.convert.families import deepseek_v3, llama, qwen2_moe, qwen3_next
 from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.weights import Weights, joined
@@ -14,8 +14,36 @@ LATENT_EPSILON = 1e-6
 """The epsilon that transformers gives to the norms of latent vectors in any case."""
 
 
+def _check_lists(settings: Settings) -> None:
+    """Refuse lists of layers that differ from ``layer_types``, or do not have each layer once.
+
+    Moonshot AI's code reads the lists, and transformers ``layer_types`` if both are given.
+    """
+    given = settings.given.get("linear_attn_config") or {}
+    settings.ignored.extend(
+        f"linear_attn_config.{key}" for key in sorted(given.keys() - _OF_LAYERS)
+    )
+    lists = {qwen3_next.FULL: "full_attn_layers", qwen3_next.LINEAR: "kda_layers"}
+    if not given.keys() & set(lists.values()):
+        return
+    for kind, key in lists.items():
+        types = enumerate(settings["layer_types"], start=1)
+        layers = [number for number, own in types if own == kind]
+        if sorted(given.get(key) or ()) != layers:
+            settings.refuse(
+                f"linear_attn_config.{key}",
+                given.get(key) or [],
+                f"give {layers} as `layer_types` says, and each layer in one of the lists",
+            )
+
+
+_OF_LAYERS = {"full_attn_layers", "kda_layers", "num_heads", "head_dim", "short_conv_kernel_size"}
+"""The entries of ``linear_attn_config``."""
+
+
 def _read_layers(settings: Settings) -> Fields:
     settings.read.update(("linear_attn_config", "first_k_dense_replace"))
+    _check_lists(settings)
     mixers = qwen3_next.mixers(settings, DELTA)
     mlps = [EXPERTS if kind == "sparse" else "-" for kind in settings["mlp_layer_types"]]
     return {"hybrid_layer_pattern": "".join(map("".join, zip(mixers, mlps, strict=True)))}
@@ -34,7 +62,7 @@ LAYERS = Translated(
     ("layer_types", "mlp_layer_types", "first_k_dense_replace"),
     _read_layers,
     _write_layers,
-    (qwen3_next.REFUSED_TYPES,),
+    (qwen3_next.REFUSED_TYPES, "lists of `linear_attn_config` that say other layers"),
 )
 """The mixer of each layer, and whether it has experts."""
 
@@ -160,9 +188,6 @@ FAMILY = llama.BASE.but(
         deepseek_v3.groups(2, number="num_expert_group", per_token="num_experts_per_token"),
         Requires("num_nextn_predict_layers", 0),
         Requires("moe_layer_freq", 1),
-        Writes("mla_use_nope", True),
-        Writes("moe_router_activation_func", "sigmoid"),
-        Writes("use_grouped_topk", True),
     ),
     fixed={
         "multi_latent_attention": True,
@@ -171,7 +196,15 @@ FAMILY = llama.BASE.but(
         "untie_embeddings_and_output_weights": True,
         **deepseek_v3.BIASED_ROUTER,
     },
-    only={"attention_bias": False, "moe_renormalize": True, "tie_word_embeddings": False},
+    only={
+        "attention_bias": False,
+        "moe_renormalize": True,
+        "tie_word_embeddings": False,
+        # Moonshot AI's code reads these.
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "use_grouped_topk": True,
+    },
     without=("rope_theta",),
     weights=_weights("mlp"),
     # transformers writes all MLPs so.

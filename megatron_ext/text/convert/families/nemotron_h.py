@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.config.layers import ATTENTION, DENSE, EXPERTS
-from megatron_ext.text.convert.entries import ACTIVATIONS, Choice, Copy, Switch, Translated, copies
+from megatron_ext.text.convert.entries import ACTIVATIONS, Choice, Switch, Translated, copies
 from megatron_ext.text.convert.families import deepseek_v3, llama
-from megatron_ext.text.convert.families.bamba import MAMBA
+from megatron_ext.text.convert.families.bamba import MAMBA, STEP_LIMITS
 from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.mamba_rows import mamba
 from megatron_ext.text.convert.weights import separate_qkv, vocabulary
@@ -20,9 +20,32 @@ _GROUPS = deepseek_v3.groups(ranking=2)
 _SCALE = deepseek_v3.scaled("routed_scaling_factor")
 
 
-def _read_layers(settings: Settings) -> Fields:
+def _letters(settings: Settings) -> str:
+    """Return the letter of each layer; refuse entries that say different layers.
+
+    transformers reads the first of these entries alone, and assumes four layers without them.
+    """
     settings.read.update(("hybrid_override_pattern", "num_hidden_layers"))
     letters = "".join(NAMES[kind] for kind in settings["layers_block_type"])
+    if settings.given.get("hybrid_override_pattern", letters) != letters:
+        settings.refuse(
+            "hybrid_override_pattern",
+            settings.given["hybrid_override_pattern"],
+            f"make it agree with `layers_block_type`, which says {letters}, or leave one out",
+        )
+    count = settings.given.get("num_hidden_layers")
+    if count not in (None, len(letters)):
+        settings.refuse(
+            "num_hidden_layers",
+            count,
+            f"give `hybrid_override_pattern` or `layers_block_type`, now of {len(letters)} layers, "
+            f"for {count}",
+        )
+    return letters
+
+
+def _read_layers(settings: Settings) -> Fields:
+    letters = _letters(settings)
     fields: Fields = {"hybrid_layer_pattern": letters}
     if EXPERTS not in letters:
         return fields
@@ -74,9 +97,16 @@ LAYERS = Translated(
     ),
     _read_layers,
     _write_layers,
-    ("`norm_topk_prob` other than true",),
+    ("`norm_topk_prob` other than true", "entries that say different layers"),
 )  # fmt: skip
 """The layers, each with one module, and the experts of those that have them."""
+
+
+def _as_published(gpt: Gpt) -> dict[str, Any]:
+    # It must be positive, since initial values are drawn from its logarithm on.
+    return {"time_step_min": gpt.mixer.mamba_time_step_min or 1e-30}
+
+
 FAMILY = llama.BASE.but(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
@@ -93,7 +123,9 @@ FAMILY = llama.BASE.but(
                 "mamba_conv_kernel_dim": "conv_kernel",
             }
         ),
-        Copy("mamba_time_step_min", "time_step_min", 0.0),
+        # The code of the published models limits steps to `time_step_limit`. transformers' class
+        # keeps them above `time_step_min` instead, which is of initial values (its issue 48989).
+        STEP_LIMITS,
         Switch("use_conv_bias", ("mamba_conv_bias",)),
         Choice("mlp_hidden_act", {"relu2": ACTIVATIONS["relu2"], **ACTIVATIONS}),
     ),
@@ -110,6 +142,7 @@ FAMILY = llama.BASE.but(
         "tie_word_embeddings": False,
     },
     without=("rope_theta", "hidden_act"),
+    as_published=_as_published,
     weights=llama.WEIGHTS.but(
         without=("self_attention.", "input_layernorm", "mlp.", "pre_mlp_layernorm"),
         outer={

@@ -7,7 +7,7 @@ positions are Qwen3-Next's. The tensors of all experts may be stacked, as publis
 from typing import Any
 
 from megatron_ext.text.convert.delta_rows import separate_projection
-from megatron_ext.text.convert.entries import Translated
+from megatron_ext.text.convert.entries import Requires, Translated
 from megatron_ext.text.convert.families import qwen3_next
 from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.weights import Given, Weights, whole
@@ -17,7 +17,7 @@ def _layers(mlp: str) -> Translated:
     """Return the entry of the mixers of layers with MLPs or experts of one letter."""
 
     def read(settings: Settings) -> Fields:
-        settings.read.add("full_attention_interval")
+        qwen3_next.read_interval(settings)
         kinds = [mixer + mlp for mixer in qwen3_next.mixers(settings, qwen3_next.DELTA)]
         return {"hybrid_layer_pattern": "".join(kinds)}
 
@@ -33,6 +33,8 @@ def _layers(mlp: str) -> Translated:
     )
 
 
+_GATED = {"attn_output_gate": True}
+"""An entry that transformers' classes do not read, but other programs do."""
 _PROJECTION: Given = {
     "self_attention.in_proj.weight": separate_projection(
         *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
@@ -60,13 +62,15 @@ FAMILIES = (
         architecture="Qwen3_5ForCausalLM",
         says="gated DeltaNet between attention with gates",
         entries=(_layers("-"),),
+        only=_GATED,
         weights=_WEIGHTS,
     ),
     qwen3_next.FAMILY.but(
         model_type="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
         says="gated DeltaNet between attention with gates, experts, a shared expert behind a gate",
-        entries=(_layers("E"),),
+        entries=(_layers("E"), Requires("mlp_only_layers", [])),
+        only={**_GATED, "norm_topk_prob": True},
         fixed={"moe_router_pre_softmax": False},
         without=("intermediate_size",),
         weights=_WEIGHTS,

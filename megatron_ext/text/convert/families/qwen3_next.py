@@ -24,13 +24,21 @@ def mixers(settings: Settings, recurrent: str) -> list[str]:
     return [names[kind] for kind in types]
 
 
+def read_interval(settings: Settings) -> None:
+    """Read ``full_attention_interval``; it has no effect if ``layer_types`` says other layers."""
+    step = settings.given.get("full_attention_interval")
+    types = settings["layer_types"]
+    if step is None or types == [LINEAR if n % step else FULL for n in range(1, len(types) + 1)]:
+        settings.read.add("full_attention_interval")
+
+
 def layer_types(gpt: Gpt) -> list[str]:
     """Return the entry ``layer_types``."""
     return [FULL if mixer_of(kind) == ATTENTION else LINEAR for kind in gpt.kinds]
 
 
 def _read_layers(settings: Settings) -> Fields:
-    settings.read.add("full_attention_interval")
+    read_interval(settings)
     step = settings["decoder_sparse_step"] or 1
     dense = settings["mlp_only_layers"] or []
     kinds = [

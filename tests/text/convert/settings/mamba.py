@@ -1,10 +1,14 @@
 """Settings of families with Mamba-2."""
 
+import math
+
 from tests.text.convert.settings.kinds import Settings
 
 _NEMOTRON: Settings = {
     "mamba_num_heads": 6, "mamba_head_dim": 20, "ssm_state_size": 12, "n_groups": 2,
     "head_dim": 24, "chunk_size": 8, "mlp_hidden_act": "relu2",
+    # transformers' class keeps steps above this, and not within `time_step_limit`.
+    "time_step_min": 1e-9,
 }  # fmt: skip
 _SIZES: Settings = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 12,
@@ -18,6 +22,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
     "nemotron_h": (
         {
             **_NEMOTRON, "tie_word_embeddings": False, "time_step_min": 0.3,
+            "time_step_limit": [0.3, math.inf],
             "layers_block_type": [
                 "linear_attention", "moe", "full_attention", "moe", "linear_attention", "mlp",
                 "full_attention",
