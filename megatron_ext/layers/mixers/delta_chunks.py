@@ -76,7 +76,9 @@ class Chunks:
     """The matrices of c chunks of m heads, see the equations of this module.
 
     Subclasses set the fields from queries, keys and decays, and turn gradients of the fields into
-    gradients of these.
+    gradients of these. The gradient of a token's log decay is a sum over what that decays, such as
+    pairs of a token before it and one that is not. A difference of sums over all pairs would lose
+    its digits where decays are strong.
 
     Attributes:
         queries: Q_read, ``[c, m, l, k]``; None if no outputs are wanted.
@@ -132,7 +134,6 @@ class HeadDecayChunks(Chunks):
     ) -> None:
         self.shared_queries = queries
         self.shared_keys = keys
-        self.masks = masks
         dtype = keys.dtype
         # Differences of float32 sums would have too few digits after a strong decay.
         sums = decays.double().cumsum(-1)
@@ -172,7 +173,7 @@ class HeadDecayChunks(Chunks):
     def backward(self, gradients: Gradients) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
         """Return the gradients of queries, keys, log decays and beta."""
         products, beta = self.from_system(gradients)
-        # How much each row and column of decays between tokens would gain.
+        # What decays between two tokens, from the state and to the state would gain.
         paired = products * self.products
         read = (gradients.keys_read * self.keys_read).sum(-1)
         written = (gradients.keys_written * self.keys_written).sum(-1)
@@ -190,9 +191,10 @@ class HeadDecayChunks(Chunks):
             queries = self._summed(gradients.queries * self.read)
             queries += between @ self.shared_keys
             keys += between.transpose(-1, -2) @ self.shared_queries
-        sums = paired.sum(-1) - paired.sum(-2) + read - written
-        sums[..., -1] += written.sum(-1) + (gradients.kept * self.kept)[..., 0, 0]
-        decays = _of_decays(sums[..., None], self.masks)[..., 0]
+        ones = torch.ones_like(paired[0, 0])
+        crossing = (paired @ ones.triu(1)).tril_().sum(-2)
+        decays = crossing + read @ ones.tril() + written @ ones.triu(1)
+        decays += (gradients.kept * self.kept)[..., 0]
         return queries, keys, decays, beta
 
     def _summed(self, x: Tensor) -> Tensor:
@@ -276,45 +278,58 @@ class ChannelDecayChunks(Chunks):
             scores = None if scores is None else scores * self.masks.same
         raw_queries = self.raw_queries
         raw_keys = self.raw_keys
-        # Keys are rows of products, or columns; decays up to a token raise rows, lower columns.
+        # Keys are rows of products and read the state, or are columns and are written to it.
         as_rows = gradients.keys_read * self.read
         as_columns = gradients.keys_written * self.written
-        last = (as_columns * raw_keys).sum(-2) + (gradients.kept * self.kept)[..., 0]
-        queries = None if gradients.queries is None else gradients.queries * self.read
+        reading = as_rows * raw_keys
+        queries = None
+        if gradients.queries is not None:
+            assert raw_queries is not None
+            queries = gradients.queries * self.read
+            reading += queries * raw_queries
+        decays = _from(reading) + _before(as_columns * raw_keys)
+        decays += (gradients.kept * self.kept).transpose(-1, -2)
         half = 1
         for rise, fall in self.levels:
-            key_halves = _halves(raw_keys, half)
-            columns = key_halves[:, :, 0] * fall
+            key_columns = _halves(raw_keys, half)[:, :, 0]
+            key_rows = _halves(raw_keys, half)[:, :, 1]
+            columns = key_columns * fall
             block = _blocks(products, half)
-            to_columns = block.transpose(-1, -2) @ (key_halves[:, :, 1] * rise)
-            _halves(as_rows, half)[:, :, 1] += (block @ columns).mul_(rise)
+            to_columns = block.transpose(-1, -2) @ (key_rows * rise)
+            to_rows = (block @ columns).mul_(rise)
+            _halves(as_rows, half)[:, :, 1] += to_rows
+            gained = to_rows * key_rows
             if queries is not None:
                 assert scores is not None and raw_queries is not None
+                query_rows = _halves(raw_queries, half)[:, :, 1]
                 block = _blocks(scores, half)
-                to_columns += block.transpose(-1, -2) @ (_halves(raw_queries, half)[:, :, 1] * rise)
-                _halves(queries, half)[:, :, 1] += (block @ columns).mul_(rise)
-            _halves(as_columns, half)[:, :, 0] += to_columns.mul_(fall)
+                to_columns += block.transpose(-1, -2) @ (query_rows * rise)
+                to_rows = (block @ columns).mul_(rise)
+                _halves(queries, half)[:, :, 1] += to_rows
+                gained += to_rows * query_rows
+            to_columns *= fall
+            _halves(as_columns, half)[:, :, 0] += to_columns
+            of_halves = _halves(decays, half)
+            of_halves[:, :, 1] += _from(gained)
+            of_halves[:, :, 0] += _before(to_columns * key_columns)
             half *= 2
-        sums = (as_rows - as_columns) * raw_keys
         keys = as_rows + as_columns
         if queries is not None:
             assert scores is not None and raw_queries is not None
-            sums += queries * raw_queries
             diagonal = scores.diagonal(dim1=-2, dim2=-1)[..., None]
             queries += diagonal * raw_keys
             keys += diagonal * raw_queries
-        sums[..., -1, :] += last
-        return queries, keys, _of_decays(sums, self.masks), beta
+        return queries, keys, decays, beta
 
 
-def _of_decays(sums: Tensor, masks: Masks | None) -> Tensor:
-    """Return the gradient of log decays from that of their sums, ``[c, m, l, k or 1]``.
+def _from(x: Tensor) -> Tensor:
+    """Return, for each token, the sum of ``[..., l, k]`` over it and the tokens after it."""
+    return x.new_ones(x.size(-2), x.size(-2)).triu() @ x
 
-    A log decay is part of the sums of its own token and of later tokens of its document.
-    """
-    if masks is None:
-        return sums.flip(-2).cumsum(-2).flip(-2)
-    return masks.same.transpose(-1, -2) @ sums
+
+def _before(x: Tensor) -> Tensor:
+    """Return, for each token, the sum of ``[..., l, k]`` over the tokens before it."""
+    return x.new_ones(x.size(-2), x.size(-2)).tril(-1) @ x
 
 
 def inverse_of_unit_lower(lower: Tensor) -> Tensor:

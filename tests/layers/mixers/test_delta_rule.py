@@ -70,6 +70,26 @@ def test_equal_keys_and_full_rates_stay_exact(by_channel: bool) -> None:
 
 
 @pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
+@pytest.mark.parametrize("strength", [0.05, 1.0, 20.0])
+def test_rates_of_decay_have_exact_gradients(strength: float, by_channel: bool) -> None:
+    """The gradient of their logarithm adds up gradients times decays, the strong ones most."""
+    *leaves, state = drawn(1, 200, 1, 2, 16, 16, by_channel=by_channel, strength=strength)
+    rates = []
+    for dtype in (torch.float64, torch.float32):
+        inputs = [x.to(dtype) for x in leaves]
+        rate = torch.zeros(2, dtype=dtype, requires_grad=True)
+        factor = rate.exp()[:, None] if by_channel else rate.exp()
+        inputs[3] = inputs[3] * factor
+        if dtype == torch.float64:
+            out, _ = recurrence(*inputs, state=state.double())
+        else:
+            out, _ = DeltaRule(*inputs).outputs(state)
+        out.square().sum().backward()  # type: ignore[no-untyped-call]
+        rates.append(rate.grad)
+    assert relative(rates[1], rates[0]) < 3e-6  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["heads", "channels"])
 def test_backward_passes_equal_differences(by_channel: bool) -> None:
     given = drawn(2, 11, 2, 4, 4, 3, by_channel=by_channel, strength=2.0)
     leaves = [leaf.double().requires_grad_() for leaf in given]
