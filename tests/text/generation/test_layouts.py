@@ -1,6 +1,5 @@
 """Texts equal those of transformers' `generate`, and are the same in every layout."""
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from megatron_ext.text.generation.sampling import Sampling
 from tests.text.convert.models import imported, make, make_tiny
 from tests.text.convert.settings import SETTINGS
-from tests.text.generation import tiny
 from tests.text.generation.tiny import NEW_TOKENS, ours, plainly, theirs
 from tests.text.model.test_families import FAMILIES as PARTS
 from tests.training_runs import train
@@ -146,31 +144,6 @@ def test_layers_side_by_side_write_what_transformers_writes(name: str, tmp_path:
     source = make_tiny({"model_type": name, **SETTINGS[name][0]}, tmp_path / "hf")
     sizes = {"tp": 2} if name == "falcon" else {"pp": 2}
     assert ours(source, [GREEDY], tmp_path / "parallel", **sizes)[0] == theirs(source)
-
-
-RECURRENT = {
-    "qwen3_next": {"tp": 2, "pp": 2},
-    "kimi_linear": ON_TWO_RANKS,
-    "qwen3_5_text": {"tp": 2},
-    "qwen3_5_moe_text": {"pp": 2},
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * x.startswith("qwen3_5")) for x in RECURRENT],
-)
-def test_recurrent_layers_write_what_transformers_writes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The states of eight prompts of unequal lengths are kept apart."""
-    monkeypatch.setattr(tiny, "prompts", partial(tiny.prompts, 8))
-    source = make_tiny({"model_type": name, **SETTINGS[name][0]}, tmp_path / "hf")
-    expected = theirs(source)
-    assert len({len(prompt) for prompt in tiny.prompts()}) == len(expected) == 8
-    assert min(len(set(text)) for text in expected) > NEW_TOKENS // 2
-    assert ours(source, [GREEDY], tmp_path / "one")[0] == expected
-    assert ours(source, [GREEDY], tmp_path / "parallel", **RECURRENT[name])[0] == expected
 
 
 IN_PARTS = ("gpt_oss", "gemma2", "gemma3", "phi3")
