@@ -186,7 +186,10 @@ def _pattern_of(config: RunConfig) -> Pattern:
     hybrid = config.section(HybridConfig)
     num_layers = config.model.num_layers or 0
     if hybrid.hybrid_layer_pattern is not None:
-        return read_pattern(hybrid.hybrid_layer_pattern)
+        pattern = read_pattern(hybrid.hybrid_layer_pattern)
+        # A pattern that comes with weights may have depths that a run leaves out.
+        leaves_out = config.model.mtp_num_layers == 0
+        return dataclasses.replace(pattern, depths=()) if leaves_out else pattern
     variant = hybrid.experimental_attention_variant
     if variant is None:
         ratios = hybrid.hybrid_attention_ratio, hybrid.hybrid_mlp_ratio

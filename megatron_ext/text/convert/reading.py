@@ -187,6 +187,12 @@ class _Reading:
         superfluous, or of another shape or dtype.
         """
         source = self.source
+        beside = depths_in(source.others, self.table, self.model) if depths else set()
+        if beside:
+            raise CheckpointError(
+                f"{self.folder} holds `{min(beside)}` beside the text model, whose weights of "
+                "multi-token prediction cannot be read from there; give `--mtp-num-layers 0`."
+            )
         if depths and not depths.keys() & source.names:
             if not may_lack_depths:
                 raise CheckpointError(
@@ -431,8 +437,12 @@ def without_missing_depths(model: HuggingFaceModel) -> HuggingFaceModel:
     if not model.fields.get("mtp_num_layers"):
         return model
     with WeightFolder(model) as source:
-        depths = beyond_decoder(source.names, model.fields["num_layers"])
-    fields = model.fields if depths else {**model.fields, "mtp_num_layers": None}
+        if depths_in(source.names, model.table(), model):
+            return model
+    fields = {**model.fields, "mtp_num_layers": None}
+    if "hybrid_layer_pattern" in fields:
+        fields["hybrid_layer_pattern"] = fields["hybrid_layer_pattern"].partition("/")[0]
+        fields["depth_kind"] = None
     return dataclasses.replace(model, fields=fields)
 
 
@@ -485,6 +495,8 @@ def depths_in(tensors: Iterable[str], table: Table, model: HuggingFaceModel) -> 
 
     Layers after the last one of a model without depths are none: its config.json has been changed.
     """
+    if table.path_of_depths:
+        return {name for name in tensors if name.startswith(table.path_of_depths)}
     if not (table.depth or model.raw.get("num_nextn_predict_layers")):
         return set()
     return beyond_decoder(tensors, table.end_of_decoder(model.fields["num_layers"]))

@@ -131,6 +131,8 @@ class Table:
         unused: beginnings of the names of tensors that have no place in our model.
         layers: the numbers in the files of the mixer and of the MLP of each decoder layer, if they
             are layers of their own there.
+        depth_layer: parts of the parameters of the transformer layer of an MTP depth, if depths
+            have paths and numbers of their own.
     """
 
     outer: Mapping[str, Parts]
@@ -140,6 +142,17 @@ class Table:
     exact: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     layers: Sequence[tuple[int, int]] = ()
+    depth_layer: Mapping[str, Parts] = field(default_factory=dict)
+
+    @property
+    def path_of_depths(self) -> str:
+        """Return the beginning of the names of tensors of MTP depths that have a path of their own.
+
+        It is "" if depths are numbered as layers after the decoder's.
+        """
+        for parts in self.depth_layer.values():
+            return parts[0].tensor.partition(".")[0] + "."
+        return ""
 
     def is_exact(self, tensor: str) -> bool:
         """Tell whether a tensor stays in float32, whatever the model's dtype."""
@@ -149,7 +162,8 @@ class Table:
         """Return how many of the tensors ``names`` hold parts of parameters."""
         known = {
             part.tensor.format(layer="*", mlp_layer="*", expert="*")
-            for parts in (*self.outer.values(), *self.layer.values(), *self.depth.values())
+            for table in (self.outer, self.layer, self.depth, self.depth_layer)
+            for parts in table.values()
             for part in parts
         }
         return sum(_NUMBER.sub("*", name) in known for name in names)
@@ -187,10 +201,12 @@ class Table:
             own = parse(name)
             if own is None:
                 return None
-            tables = {"decoder": self.layer, "depth": self.depth, "depth's layer": self.layer}
+            within = self.depth_layer or self.layer
+            tables = {"decoder": self.layer, "depth": self.depth, "depth's layer": within}
             parts = tables[own.block].get(own.rest)
             # transformers numbers the depths of multi-token prediction after the decoder's layers.
-            layer = own.layer + (0 if own.block == "decoder" else num_layers)
+            apart = own.block == "decoder" or self.depth_layer
+            layer = own.layer + (0 if apart else num_layers)
             mixer, mlp = self.layers[layer] if self.layers else (layer, layer)
             numbers = {"layer": mixer, "mlp_layer": mlp, "expert": own.expert or 0}
         if parts is None:

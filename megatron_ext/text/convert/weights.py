@@ -206,6 +206,9 @@ class Weights:
         unused: beginnings of the names of tensors that have no place in our model.
         halves: whether a mixer and the MLP after it are layers of their own in the files, as in
             Nemotron-H.
+        depths: template of the path of the layer of an MTP depth, such as ``mtp.layers.{layer}``,
+            if depths have paths of their own; the tensors in ``depth`` then have whole names.
+            Otherwise depths are numbered as layers after the decoder's.
     """
 
     layers: str
@@ -216,6 +219,7 @@ class Weights:
     exact: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     halves: bool = False
+    depths: str = ""
 
     @classmethod
     def of(cls, layers: str, outer: Given, layer: Given) -> Weights:
@@ -234,6 +238,7 @@ class Weights:
         without: Collection[str] = (),
         renamed: Mapping[str, str] | None = None,
         halves: bool = False,
+        depths: str = "",
     ) -> Weights:
         """Return weights that differ from these in what is given.
 
@@ -245,6 +250,7 @@ class Weights:
             renamed: path within a tensor's name, such as ``self_attn`` or ``mlp.gate_proj`` -> the
                 path in its place. It applies to the tensors of the nearest family only.
             halves: whether mixers and MLPs are layers of their own.
+            depths: path of the layer of an MTP depth, if depths have paths of their own.
         """
         change = _renaming(renamed or {})
 
@@ -266,6 +272,7 @@ class Weights:
             (*self.exact, *exact),
             (*self.unused, *unused),
             self.halves or halves,
+            depths or self.depths,
         )
 
     def table(self, gpt: Shaped, vocab_size: int) -> Table:
@@ -295,11 +302,12 @@ class Weights:
         return Table(
             filled(self.outer),
             layer,
-            filled(self.depth, prefix),
+            filled(self.depth, "" if self.depths else prefix),
             copies,
             self.exact,
             self.unused,
             numbers_of_halves(gpt.kinds) if self.halves else (),
+            filled(self.layer, f"{self.depths}.") if self.depths else {},
         )
 
 

@@ -175,7 +175,9 @@ def make(
     return folder
 
 
-def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
+def make_tiny(
+    settings: dict[str, Any], folder: Path, *, as_published: bool = True, **save: Any
+) -> Path:
     """Save a random model of transformers' class, with entries of config.json beyond `SIZES`.
 
     Noise is added to the initial values of all weights, so that a norm keeps its kind of gain, and
@@ -193,7 +195,7 @@ def make_tiny(settings: dict[str, Any], folder: Path, **save: Any) -> Path:
         for weight in (*model.parameters(), *(x for x in floating if x.data_ptr() in stored)):
             weight += (0.1 if weight.dim() < 2 else 0.15) * torch.randn_like(weight)
     model.save_pretrained(folder, **save)
-    if name == "kimi_linear":
+    if name == "kimi_linear" and as_published:
         rename_as_published(folder / "model.safetensors")
     if known != name:
         content = json.loads((folder / "config.json").read_text())

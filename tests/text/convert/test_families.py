@@ -98,6 +98,15 @@ def test_logits_and_the_way_back(name: str, number: int, tmp_path: Path) -> None
     assert type(class_of(back)).__name__ == known.architecture
 
 
+def test_kimi_linear_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    settings = {"model_type": "kimi_linear", **SETTINGS["kimi_linear"][0]}
+    source = make_tiny(settings, tmp_path / "hf", as_published=False)
+    names = load_file(source / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.gate_proj.weight" in names
+    expected = theirs(source)
+    assert in_child(lambda: difference_of(source, tokens(), expected), tmp_path / "out") < 1e-5
+
+
 STEPS = {"qwen3": "tp2pp2"}
 """Families of which a step is tested quickly, and its layout."""
 

@@ -22,6 +22,7 @@ from megatron_ext.text.model.gpt import build_gpt_chunk
 from tests.ranks import on_ranks, ranks
 from tests.text import tiny
 from tests.text.convert.models import make, make_tiny
+from tests.text.convert.settings import SETTINGS
 from tests.text.convert.stored_models import in_mxfp4
 from tests.training_runs import config_of
 
@@ -210,6 +211,61 @@ def add_depth(folder: Path) -> None:
     }
     depth |= {f"model.layers.2.{name}": tensor for name, tensor in own.items()}
     save_file(tensors | depth, path, metadata={"format": "pt"})
+
+
+def add_depth_apart(folder: Path) -> None:
+    """Add the weights of a depth of multi-token prediction, as Qwen3-Next's folders have them."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    last = "model.layers.3."
+    depth = {x.replace(last, "mtp.layers.0."): y + 0.5 for x, y in tensors.items() if last in x}
+    hidden = tensors["model.norm.weight"].shape[0]
+    depth |= {
+        "mtp.fc.weight": torch.randn(hidden, 2 * hidden),
+        "mtp.norm.weight": torch.randn(hidden),
+        "mtp.pre_fc_norm_embedding.weight": torch.randn(hidden),
+        "mtp.pre_fc_norm_hidden.weight": torch.randn(hidden),
+    }
+    save_file(tensors | depth, path, metadata={"format": "pt"})
+
+
+def check_depths_apart(context: ParallelContext, *, root: Path, split: dict[str, int]) -> None:
+    source = root / "hf"
+    config, chunk = build(context, source, **split)
+    assert config.model.mtp_num_layers is None
+    note = " ".join(load_folder([chunk], source, context).notes)
+    assert "holds weights of multi-token prediction, which a run without" in note
+    content = json.loads((source / "config.json").read_text())
+    key = next(x for x in ("mtp_num_hidden_layers", "num_nextn_predict_layers") if x in content)
+    if context.rank == 0:
+        (source / "config.json").write_text(json.dumps({**content, key: 1}))
+    torch.distributed.barrier()
+    config, chunk = build(context, source, **split)
+    assert config.model.mtp_num_layers == 1
+    assert "multi-token" not in " ".join(load_folder([chunk], source, context).notes)
+    write_run(root / "back", config, [chunk], context)
+    if context.rank == 0:
+        (root / "without" / "config.json").write_text(json.dumps({**content, key: 1}))
+    torch.distributed.barrier()
+    config, _ = build(context, root / "without", **split)
+    assert config.model.mtp_num_layers is None
+    config, _ = build(context, source, "--mtp-num-layers", "0", **split)
+    assert not config.model.mtp_num_layers
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])
+def test_depths_with_a_path_of_their_own(name: str, tmp_path: Path) -> None:
+    settings = {"model_type": name, **SETTINGS[name][0]}
+    key = "mtp_num_hidden_layers" if "3_5" in name else "num_nextn_predict_layers"
+    for folder in ("hf", "without"):
+        make_tiny({**settings, key: 0}, tmp_path / folder)
+    add_depth_apart(tmp_path / "hf")
+    on_ranks(check_depths_apart, {"tp": 2}, root=tmp_path, split={"tp": 2})
+    before, after = (load_file(tmp_path / x / "model.safetensors") for x in ("hf", "back"))
+    assert before.keys() == after.keys()
+    for tensor in before:
+        assert torch.equal(before[tensor], after[tensor]), tensor
+    assert json.loads((tmp_path / "back" / "config.json").read_text())[key] == 1
 
 
 def check_depths(context: ParallelContext, *, root: Path, split: dict[str, int]) -> None:

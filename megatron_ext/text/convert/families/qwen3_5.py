@@ -6,11 +6,14 @@ positions are Qwen3-Next's. The tensors of all experts may be stacked, as publis
 
 from typing import Any
 
+from megatron_ext.config.layers import ATTENTION
 from megatron_ext.text.convert.delta_rows import separate_projection
 from megatron_ext.text.convert.entries import Requires, Translated
 from megatron_ext.text.convert.families import qwen3_next
 from megatron_ext.text.convert.family import Fields, Gpt, Settings
 from megatron_ext.text.convert.weights import Given, Weights, whole
+
+DEPTHS = "mtp_num_hidden_layers"
 
 
 def _layers(mlp: str) -> Translated:
@@ -19,14 +22,15 @@ def _layers(mlp: str) -> Translated:
     def read(settings: Settings) -> Fields:
         qwen3_next.read_interval(settings)
         kinds = [mixer + mlp for mixer in qwen3_next.mixers(settings, qwen3_next.DELTA)]
-        return {"hybrid_layer_pattern": "".join(kinds)}
+        return qwen3_next.with_depths(settings, kinds, DEPTHS, f"{ATTENTION}{mlp}")
 
     def write(gpt: Gpt) -> dict[str, Any]:
-        return {"layer_types": qwen3_next.layer_types(gpt)}
+        depths = gpt.model.mtp_num_layers or 0
+        return {"layer_types": qwen3_next.layer_types(gpt), DEPTHS: depths}
 
     return Translated(
-        ("hybrid_layer_pattern", "moe_layer_freq"),
-        ("layer_types", "full_attention_interval"),
+        ("hybrid_layer_pattern", "moe_layer_freq", "mtp_num_layers"),
+        ("layer_types", "full_attention_interval", DEPTHS),
         read,
         write,
         (qwen3_next.REFUSED_TYPES,),

@@ -1,5 +1,6 @@
 """Qwen3-Next: gated DeltaNet in most layers, attention with gates in the others, experts."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_ext.config.layers import ATTENTION, EXPERTS, mixer_of, mlp_of
@@ -11,6 +12,7 @@ from megatron_ext.text.convert.weights import Given, separate_gated_qkv
 
 DELTA = "G"
 LINEAR, FULL = "linear_attention", "full_attention"
+DEPTHS = "num_nextn_predict_layers"
 REFUSED_TYPES = f"`layer_types` other than {LINEAR}, {FULL}"
 
 
@@ -37,6 +39,19 @@ def layer_types(gpt: Gpt) -> list[str]:
     return [FULL if mixer_of(kind) == ATTENTION else LINEAR for kind in gpt.kinds]
 
 
+def with_depths(settings: Settings, kinds: Iterable[str], key: str, depth: str) -> Fields:
+    """Return the fields of a decoder with layers of these kinds, and of its MTP depth, if any.
+
+    Args:
+        key: name of the entry with the number of depths.
+        depth: the kind of the layer of a depth.
+    """
+    count = settings[key] or 0
+    if count > 1:
+        settings.refuse(key, count, "use a model with one, whose tensors have no number")
+    return {"hybrid_layer_pattern": "".join(kinds) + f"/{depth}" * count}
+
+
 def _read_layers(settings: Settings) -> Fields:
     read_interval(settings)
     step = settings["decoder_sparse_step"] or 1
@@ -45,7 +60,7 @@ def _read_layers(settings: Settings) -> Fields:
         mixer + (EXPERTS if layer not in dense and (layer + 1) % step == 0 else "-")
         for layer, mixer in enumerate(mixers(settings, DELTA))
     ]
-    return {"hybrid_layer_pattern": "".join(kinds)}
+    return with_depths(settings, kinds, DEPTHS, f"{ATTENTION}{EXPERTS}")
 
 
 def _write_layers(gpt: Gpt) -> dict[str, Any]:
@@ -54,12 +69,13 @@ def _write_layers(gpt: Gpt) -> dict[str, Any]:
         "layer_types": layer_types(gpt),
         "decoder_sparse_step": 1,
         "mlp_only_layers": dense,
+        DEPTHS: gpt.model.mtp_num_layers or 0,
     }
 
 
 LAYERS = Translated(
-    ("hybrid_layer_pattern", "moe_layer_freq"),
-    ("layer_types", "full_attention_interval", "decoder_sparse_step", "mlp_only_layers"),
+    ("hybrid_layer_pattern", "moe_layer_freq", "mtp_num_layers"),
+    ("layer_types", "full_attention_interval", "decoder_sparse_step", "mlp_only_layers", DEPTHS),
     _read_layers,
     _write_layers,
     (REFUSED_TYPES,),
@@ -104,7 +120,16 @@ SHARED: Given = {
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
 }
 """The sources of the shared expert and its gate."""
-WEIGHTS = llama.WEIGHTS.but(layer={**GATED, **qwen2_moe.EXPERTS, **SHARED, **DELTA_NET})
+WEIGHTS = llama.WEIGHTS.but(
+    layer={**GATED, **qwen2_moe.EXPERTS, **SHARED, **DELTA_NET},
+    depth={
+        "enorm.weight": "mtp.pre_fc_norm_embedding.weight",
+        "hnorm.weight": "mtp.pre_fc_norm_hidden.weight",
+        "eh_proj.weight": "mtp.fc.weight",
+        "final_layernorm.weight": "mtp.norm.weight",
+    },
+    depths="mtp.layers.{layer}",
+)
 _ENTRIES = (LAYERS, *SIZES, Rotary(default_share=0.25, share_always=True), llama.ATTENTION_BIAS)
 DENSE = qwen3.FAMILY.but(
     model_type="qwen3",

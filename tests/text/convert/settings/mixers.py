@@ -35,7 +35,10 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
         },
     ),
     "kimi_linear": (
-        {**_KIMI, "num_hidden_layers": 6, "rms_norm_eps": 1e-3},
+        {
+            **_KIMI, "num_hidden_layers": 4, "rms_norm_eps": 1e-3,
+            "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        },
         {
             **_KIMI, "num_hidden_layers": 4, "q_lora_rank": 20, "linear_conv_kernel_dim": 3,
             "num_attention_heads": 5, "num_key_value_heads": 5, "num_experts": 8,
