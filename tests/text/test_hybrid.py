@@ -40,7 +40,7 @@ def test_a_pattern_of_attention_with_mlps_sets_the_flags_of_its_gpt() -> None:
     run = config_of([*BASE, *depths.split()])
     assert (run.model.num_layers, run.model.mtp_num_layers) == (2, 2)
     assert run.section(HybridConfig).hybrid_layer_pattern == "*-*-/*-/*-"
-    assert config_of([*BASE, *depths.split(), "--mtp-num-layers", "0"]).model.mtp_num_layers == 0
+    assert config_of([*BASE, *depths.split(), "--mtp-num-layers", "0"]).model.mtp_num_layers is None
     # Megatron-LM counts each letter.
     assert config_of([*BASE, *"--hybrid-layer-pattern *-*- --num-layers 4".split()]).model
 
