@@ -244,7 +244,7 @@ class _Reading:
             for shard in self.shards
             if shard.tensor.dtype in (torch.bfloat16, torch.float16)
             for run in self._runs(shard)
-            if self.table.is_exact(run.tensor)
+            if self.table.is_exact(run.tensor) and self.source.dtype(run.tensor) == "float32"
         }
         if rounded:
             self.notes.append(

@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_ext.checkpoint.conversion import one_rank
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.convert.config import HuggingFaceModel, parse_model, read_model
-from megatron_ext.text.convert.huggingface import reference_model
+from megatron_ext.text.convert.huggingface import build_bare, reference_model
+from megatron_ext.text.convert.reading import check_one_dtype, load_folder
 from tests.text.convert.models import SIZES, in_child, make_tiny, theirs, tokens
 from tests.text.convert.settings import SETTINGS
-from tests.text.convert.test_families import chunk_of, difference_in
+from tests.text.convert.test_families import PLAIN, chunk_of, difference_in
+from tests.training_runs import config_of
 
+THREE: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": None, "mlp_layer_types": None}
 LISTS = {
     "full_attn_layers": [3], "kda_layers": [1, 2], "head_dim": 10, "num_heads": 4,
     "short_conv_kernel_size": 3,
@@ -40,14 +44,14 @@ def read(name: str, **changed: Any) -> HuggingFaceModel:
         ),
         (
             "kimi_linear",
-            {"num_hidden_layers": 3, "linear_attn_config": {**LISTS, "kda_layers": [0, 1, 2]}},
+            {**THREE, "linear_attn_config": {**LISTS, "kda_layers": [0, 1, 2]}},
             "`linear_attn_config.full_attn_layers` [3], which the converted model would not have; "
             "give [] as `layer_types` says, and each layer in one of the lists.",
         ),
         (
             "kimi_linear",
             {
-                "num_hidden_layers": 3,
+                **THREE,
                 "linear_attn_config": LISTS,
                 "layer_types": ["full_attention", *["linear_attention"] * 2],
             },
@@ -95,7 +99,7 @@ def test_what_transformers_does_not_hear_is_refused(
         ("bamba", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
         (
             "kimi_linear",
-            {"num_hidden_layers": 3, "linear_attn_config": {**LISTS, "gate_rank": 8}},
+            {**THREE, "linear_attn_config": {**LISTS, "gate_rank": 8}},
             "linear_attn_config.gate_rank",
         ),
         ("nemotron_h", {"num_hidden_layers": 7}, "time_step_min"),
@@ -106,7 +110,7 @@ def test_what_has_no_effect_is_named(name: str, changed: dict[str, Any], ignored
 
 
 def test_published_entries_are_used() -> None:
-    kimi = read("kimi_linear", num_hidden_layers=3, linear_attn_config=LISTS, mla_use_nope=True)
+    kimi = read("kimi_linear", **THREE, linear_attn_config=LISTS, mla_use_nope=True)
     assert kimi.fields["hybrid_layer_pattern"] == "K-KE*E"
     assert not {"linear_attn_config", "mla_use_nope"} & {*kimi.ignored}
     assert kimi.fields["linear_conv_kernel_dim"] == 3
@@ -133,3 +137,32 @@ def test_steps_of_nemotron_h_have_the_limits_of_its_publisher(tmp_path: Path) ->
     with_limits, clamped = in_child(compared, tmp_path / "differences")
     assert with_limits < 1e-5
     assert clamped > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "exact"),
+    [
+        ("qwen3_5_text", ("A_log", "linear_attn.norm.weight")),
+        ("kimi_linear", ("A_log", "dt_bias")),
+    ],
+)
+def test_published_folders_are_read(name: str, exact: tuple[str, ...], tmp_path: Path) -> None:
+    """They hold some weights in float32 beside bf16."""
+    source = make_tiny({"model_type": name, **SETTINGS[name][0]}, tmp_path / "hf")
+    path = source / "model.safetensors"
+    tensors = {
+        key: tensor if key.endswith(exact) else tensor.bfloat16()
+        for key, tensor in load_file(path).items()
+    }
+    save_file(tensors, path, {"format": "pt"})
+    model = read_model(source)
+    assert check_one_dtype(model) == "bfloat16"
+
+    def notes() -> list[str]:
+        words = ["--load-hf", str(source), *PLAIN, "--bf16"]
+        with one_rank(1) as context:
+            chunk = build_bare(config_of(words), context)
+            return load_folder([chunk.bfloat16()], source, context).notes
+
+    said = " ".join(in_child(notes, tmp_path / "notes"))
+    assert "rounded to the model's dtype" in said

@@ -158,7 +158,7 @@ def _weights(dense: str) -> Weights:
             "mlp.linear_fc1.weight": joined(f"{dense}.gate_proj.weight", f"{dense}.up_proj.weight"),
             "mlp.linear_fc2.weight": f"{dense}.down_proj.weight",
         },
-        exact=(deepseek_v3.BIAS,),
+        exact=(deepseek_v3.BIAS, "self_attn.A_log", "self_attn.dt_bias"),
     )
 
 

@@ -44,7 +44,9 @@ _PROJECTION: Given = {
         *(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a"))
     )
 }
-_WEIGHTS = qwen3_next.FAMILY.weights.but(layer=_PROJECTION)
+# Published folders keep these in float32.
+_EXACT = ("linear_attn.A_log", "linear_attn.norm.weight")
+_WEIGHTS = qwen3_next.FAMILY.weights.but(layer=_PROJECTION, exact=_EXACT)
 
 
 def _stacked(*, transposed: bool) -> Weights:
