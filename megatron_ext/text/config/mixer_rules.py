@@ -173,6 +173,14 @@ def _sparse_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
             "trains the indexer, which `--lora-rank` freezes",
             "leave it out",
         )
+    if run.fp8.fp8_format is not None:
+        from megatron_ext.config.rules.fp8 import side_errors
+
+        sides = [
+            ("--dsa-indexer-n-heads", sizes.dsa_indexer_n_heads, 1),
+            ("--dsa-indexer-head-dim", channels, 1),
+        ]
+        yield from side_errors(run.fp8, sides)
     if sizes.dsa_indexer_use_sparse_loss and not sizes.dsa_indexer_loss_coeff:
         yield FlagError(
             "--dsa-indexer-use-sparse-loss",
