@@ -135,7 +135,7 @@ def _places(adapters: TextAdapters) -> Iterator[_Place]:
     """Yield the place of each layer, and each parameter of stacked experts, of the family."""
     for name, parts in adapters.table.layer.items():
         linear = name.removesuffix(".weight")
-        if linear == name or not re.search(r"\.linear_\w+$", linear):
+        if linear == name or not _LINEAR.search(linear):
             continue
         # The name of a tensor that stacks experts is that of their parameter, below.
         tensors = dict.fromkeys(part.tensor for part in parts if not part.stacked)
@@ -147,8 +147,14 @@ def _places(adapters: TextAdapters) -> Iterator[_Place]:
             yield _Place(_pattern(adapters.parameter(linear)), linear, -1)
 
 
+_LINEAR = re.compile(r"\.(linear_\w+|\w+_proj)$")
+"""The end of the name of a layer that may have an adapter."""
+
+
 def _pattern(template: str) -> re.Pattern[str]:
-    text = re.escape(bare(template)).replace(r"\{layer\}", r"(?P<layer>\d+)")
+    text = re.escape(bare(template))
+    for number in ("layer", "mlp_layer"):
+        text = text.replace(rf"\{{{number}\}}", rf"(?P<{number}>\d+)")
     return re.compile(text.replace(r"\{expert\}", r"(?P<expert>\d+)"))
 
 
@@ -169,7 +175,7 @@ def placed(adapters: TextAdapters, file: AdapterFile) -> Given:
                 f"a model of `{adapters.family.model_type}` on which adapters are trained; give "
                 "adapters of other layers, or merge it into the weights first."
             )
-        layer = int(match["layer"])
+        layer = _layer_of(adapters, match.groupdict())
         if place.index < 0:
             count = adapters.gpt.moe.num_experts
             if adapter.experts != count:
@@ -183,6 +189,19 @@ def placed(adapters: TextAdapters, file: AdapterFile) -> Given:
         expert = int(match["expert"]) if "expert" in match.re.groupindex else None
         found.setdefault((place.linear, layer, expert), {})[place.index] = adapter
     return Given(file, found, *_flags(adapters, file, found))
+
+
+def _layer_of(adapters: TextAdapters, numbers: Mapping[str, str | None]) -> int:
+    """Return the number of our decoder layer, given that of a mixer or an MLP in the files.
+
+    Where these are layers of their own, ours has both (see `Table`).
+    """
+    (name,) = numbers.keys() & {"layer", "mlp_layer"}
+    number = int(numbers[name] or 0)
+    if not adapters.table.layers:
+        return number
+    pairs = adapters.table.layers
+    return next((i for i, pair in enumerate(pairs) if pair[name == "mlp_layer"] == number), -1)
 
 
 def _flags(
@@ -247,7 +266,7 @@ def _targets(adapters: TextAdapters, linears: set[str]) -> list[str]:
     every = {
         name.removesuffix(".weight").replace("experts.experts.", "experts.")
         for name in adapters.table.layer
-        if re.search(r"\.linear_\w+\.weight$", name)
+        if name.endswith(".weight") and _LINEAR.search(name.removesuffix(".weight"))
     }
     moe = adapters.gpt.moe
     layers = moe.expert_layers(adapters.gpt.model.num_layers or 0)

@@ -41,6 +41,7 @@ _OF_LAYER = re.compile(r"(?P<stem>decoder\.layers\.)(?P<rest>(?!\d+\.).*)$")
 ROUTED = "mlp.experts.experts."
 """The beginning of the names that routed experts' layers have in checkpoints."""
 _IN_CLASSES = (
+    (re.compile(r"^backbone\."), "model."),
     (re.compile(r"\.block_sparse_moe\.(?=experts\.[gdu]|gate\.)"), ".mlp."),
     (re.compile(r"(?<=\.block_sparse_moe\.)input_linear(\.weight)?$"), "experts.gate_up_proj"),
     (re.compile(r"(?<=\.block_sparse_moe\.)output_linear(\.weight)?$"), "experts.down_proj"),
@@ -128,7 +129,7 @@ class TextAdapters:
             for layer, (a, b) in enumerate(zip(*layers, strict=True), first):
                 name = f"decoder.layers.{layer}.{linear}.weight"
                 if self.stacks(linear):
-                    path = self.parameter(linear).format(layer=layer)
+                    path = self.parameter(linear).format(**self.table.numbers(layer))
                     found[path] = self._stacked(name, a, b)
                 elif linear.startswith(ROUTED):
                     for expert, pair in enumerate(zip(a, b, strict=True)):
@@ -261,7 +262,7 @@ def peft_layers(config: RunConfig, root: Path, *, per_expert: bool = False) -> P
     count = adapters.gpt.moe.num_experts or 1
     linears = [f"{ROUTED}linear_{x}" for x in ("fc1", "fc2")]
     stacked = {
-        _IN_LAYER.sub("", adapters.parameter(x).format(layer=0))
+        _IN_LAYER.sub("", adapters.parameter(x).format(layer=0, mlp_layer=0))
         for x in linears
         if f"{x}.weight" in adapters.table.layer
     }

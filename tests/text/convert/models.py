@@ -149,6 +149,18 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+RECURRENT: dict[str, dict[str, Any]] = {
+    "bamba": {
+        "model_type": "bamba", "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2,
+        "mamba_d_state": 12, "mamba_n_groups": 2, "mamba_chunk_size": 8, "attn_layer_indices": [1],
+        "tie_word_embeddings": False,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", "mamba_num_heads": 6, "mamba_head_dim": 20, "n_groups": 2,
+        "ssm_state_size": 12, "head_dim": 24, "chunk_size": 8, "hybrid_override_pattern": "M-*-",
+    },
+}  # fmt: skip
+"""Models with other mixers than attention, of which the tests of adapters train some."""
 ONE_GROUP = ["mistral with a window", "gemma3"]
 """Models that tensor parallelism cannot split, since their heads share one key and value."""
 EXPERTS = [x for x in MODELS if any(k in x for k in ("moe", "mixtral", "gpt_oss", "deepseek"))]
@@ -163,7 +175,7 @@ def make(
 ) -> Path:
     """Save a random model; norms and biases are random too, so that none can be mixed up."""
     torch.manual_seed(len(name))
-    config = AutoConfig.for_model(**{**SIZES, **MODELS[name], **(changed or {})})
+    config = AutoConfig.for_model(**{**SIZES, **{**MODELS, **RECURRENT}[name], **(changed or {})})
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for key, parameter in model.state_dict().items():

@@ -65,6 +65,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             ],
         },
     ),
+    "Mamba-2": (
+        "bamba",
+        {"target_modules": ["in_proj", "out_proj", *ATTENTION, "gate_proj", "up_proj"]},
+    ),
+    "mixers and MLPs as layers": (
+        "nemotron_h", {"target_modules": ["in_proj", *ATTENTION, "down_proj"]}
+    ),
 }  # fmt: skip
 
 
@@ -144,6 +151,8 @@ LAYOUTS_OF = {
     "experts alone, and routers": ["pp2dp2", "tp2pp2ep2"],
     "stacked experts": ["pp2ep2"],
     "latent": ["pp2ep2", "tp2etp2", "tp2pp2ep2"],
+    "Mamba-2": ["tp2pp2"],
+    "mixers and MLPs as layers": ["tp2sp"],
 }
 QUICK = {"dense": ["tp2pp2"], "experts": ["tp2pp2ep2"], "latent": [], "stacked experts": []}
 
