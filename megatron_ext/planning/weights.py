@@ -12,7 +12,10 @@ from megatron_ext.config.lora_targets import adapts, trains_whole
 from megatron_ext.config.optimizer import LoraConfig
 from megatron_ext.planning.products import Linear
 
-LINEAR = re.compile(r"\.linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_proj))\.weight$")
+LINEAR = re.compile(
+    r"\.(linear_(qkv|proj|fc1|fc2|(q|kv)(|_proj|_down_proj|_up_proj)|wq_b|wk|weights_proj)"
+    r"|(in|out|[fg]_[ab])_proj)\.weight$"
+)
 """Matches the names of weights whose matrix products may be in 8 bits."""
 
 

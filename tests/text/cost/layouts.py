@@ -24,6 +24,11 @@ SPARSE = (
     f"{LATENT} --rope-type rope --experimental-attention-variant dsa --dsa-indexer-n-heads 8 "
     "--dsa-indexer-head-dim 16 --dsa-indexer-topk 24"
 )
+GATED = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 "
+    "--linear-value-head-dim 24"
+)
+KIMI = GATED.replace("--linear-num-key-heads 2", "--linear-num-key-heads 4")
 
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --nproc-per-node 2",
@@ -70,6 +75,17 @@ MORE = {
     "--sandwich-norm --tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
     "one part pp2 mtp1": "--hybrid-layer-pattern *-|*--/* --pipeline-model-parallel-size 2 "
     "--num-layers 3 --use-distributed-optimizer --nproc-per-node 2",
+    "gated delta experts tp2sp": f"--hybrid-layer-pattern GE*EGEG {GATED} --num-experts 4 "
+    "--moe-ffn-hidden-size 96 --tensor-model-parallel-size 2 --sequence-parallel "
+    "--nproc-per-node 2",
+    "gated delta bf16 pp2": f"--hybrid-layer-pattern G-*-|G-G {GATED} --bf16 "
+    "--use-distributed-optimizer --pipeline-model-parallel-size 2 --nproc-per-node 2",
+    "gated delta mtp1 tp2": f"--hybrid-layer-pattern G-*-G-G-/G- {GATED} "
+    "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "kimi delta bf16 tp2sp": f"--hybrid-layer-pattern K-*-K-K- {KIMI} --bf16 "
+    "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
+    "kimi delta cp2": f"--hybrid-layer-pattern K-*-K-K- {KIMI} --context-parallel-size 2 "
+    "--nproc-per-node 2",
     "zbv": "--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --nproc-per-node 2",
     "uneven": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
     "--nproc-per-node 2",
@@ -104,6 +120,12 @@ PEAKS = {
     "--recompute-modules mla_up_proj",
     "mla fp8 tp2sp": f"{LATENT} --q-lora-rank 48 --bf16 --fp8-format hybrid --sequence-parallel "
     "--fp8-recipe tensorwise --tensor-model-parallel-size 2 --nproc-per-node 2",
+    "gated delta cp2": f"--hybrid-layer-pattern G-*-G-G- {GATED} --context-parallel-size 2 "
+    "--nproc-per-node 2",
+    "gated delta": f"--hybrid-layer-pattern GG-G-G- {GATED}",
+    "fp8 gated delta": f"--hybrid-layer-pattern G-*-G-G- {GATED} --linear-num-value-heads 8 "
+    "--linear-num-key-heads 4 --bf16 --fp8-format hybrid --fp8-recipe tensorwise",
+    "lora gated delta": f"--hybrid-layer-pattern G-*-G-G- {GATED} --lora-rank 8",
     "lora": "--lora-rank 8",
     "lora bf16 dp2": "--lora-rank 8 --bf16 --use-distributed-optimizer --ema-decay 0.9 "
     "--nproc-per-node 2",

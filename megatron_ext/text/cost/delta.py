@@ -1,0 +1,194 @@
+"""The cost of gated DeltaNet and Kimi Delta Attention (`layers.mixers.delta_mixer`)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from math import log2
+
+from megatron_ext.config.run import RunConfig
+from megatron_ext.planning.products import Linear
+from megatron_ext.planning.stages import FP32
+from megatron_ext.planning.weights import Weight
+from megatron_ext.text.config.hybrid import MixerConfig
+from megatron_ext.text.cost.mixer import Run
+from megatron_ext.text.cost.recurrent import Recurrent, normed
+
+SEGMENT = 8
+"""Chunks after which a state is kept for the backward pass."""
+
+
+@dataclass(frozen=True)
+class Delta(Recurrent):
+    """A mixer that follows the gated delta rule.
+
+    Attributes:
+        key_heads: number of heads of queries and keys.
+        key, value: channels of a head's key and value.
+    """
+
+    key_heads: int
+    key: int
+    value: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Delta:
+        sizes = config.section(MixerConfig)
+        key_heads = sizes.linear_num_key_heads
+        heads = sizes.linear_num_value_heads
+        key = sizes.linear_key_head_dim
+        value = sizes.linear_value_head_dim
+        return cls(
+            h=config.model.hidden_size or 0,
+            taps=sizes.linear_conv_kernel_dim,
+            heads=heads,
+            channels=2 * key_heads * key + heads * value,
+            outputs=heads * value,
+            state=heads * key * value,
+            transition=heads * key * key,
+            key_heads=key_heads,
+            key=key,
+            value=value,
+        )
+
+    @property
+    @abstractmethod
+    def decays(self) -> int:
+        """Return the number of log decays of a token, in all heads."""
+
+    @property
+    def mixing(self) -> int:
+        """Return the multiplications of the convolution, and four of states by vectors."""
+        return self.taps * self.channels + 4 * self.heads * self.value**2
+
+    def weights(self, run: Run, name: str) -> list[Weight]:
+        x = run.sizes
+        return [
+            self.split(run, f"{name}.conv_weight", self.channels * self.taps),
+            self.split(run, f"{name}.dt_bias", self.decays),
+            self.split(run, f"{name}.A_log", self.heads),
+            Weight(f"{name}.out_norm.weight", self.value),
+            *run.linear_weights(name, self.matrices(x.tp)),
+        ]
+
+    def chunk(self, run: Run) -> int:
+        covering = 1 << (self.length(run) - 1).bit_length()
+        return min(64 if run.sizes.gpu else 32, covering)
+
+    def chunked(self, run: Run) -> float:
+        l = self.chunk(run)
+        k, v = self.key, self.value
+        # Products of keys with each other and with queries, and of both with states; the inverse.
+        shared = self.within(l)
+        solved = l * l / 3
+        per_head = solved + 2 * l * v + 3 * k * v
+        total = shared + self.heads * per_head
+        if run.sizes.cp > 1:
+            # The summary of a slice, without queries, for values and a unit matrix.
+            width = k + v
+            total += shared / 2 + self.heads * (solved + l * width + 2 * k * width)
+        return total
+
+    @abstractmethod
+    def within(self, length: int) -> float:
+        """Return the multiplications per token of the products of keys, and of queries with keys.
+
+        ``length`` is the number of positions of a chunk.
+        """
+
+    def recurrence(self, run: Run) -> int:
+        x = run.sizes
+        tokens = x.tokens
+        units = 2 * self.key_heads // x.tp
+        # Queries and keys before and after they get unit length, in float32, and their lengths.
+        # Without a cast, they are parts of what SiLU returns, all of which is kept.
+        before = units * self.key if x.half else self.channels // x.tp
+        kept = tokens * FP32 * (before + units * self.key + units)
+        if not self.views(run):
+            kept += tokens * self.outputs // x.tp * x.width
+        elif x.half:
+            kept += tokens * self.channels // x.tp * x.width
+        # The steps before and after softplus, the log decays, and beta. Frozen rates keep no steps.
+        kept += tokens * FP32 * ((2 + run.trains) * self.decays + self.heads) // x.tp
+        segments = -(-self.chunks(run) // SEGMENT)
+        kept += segments * self.sequences(run) * self.state // x.tp * FP32
+        if x.cp > 1:
+            wide = self.state + self.transition
+            kept += segments * self.sequences(run) * wide // x.tp * FP32
+        return int(kept)
+
+    def views(self, run: Run) -> bool:
+        """Return whether the values of heads lie in what is convolved as the recurrence takes them.
+
+        Otherwise they are copied.
+        """
+        return self.heads == self.key_heads or self.key_heads == run.sizes.tp
+
+    def gated(self, run: Run) -> int:
+        """Return the bytes of the norm, its result, and the activated gates."""
+        x = run.sizes
+        rows = x.tokens * self.heads // x.tp
+        return normed(run, rows, self.value) + 2 * rows * self.value * FP32
+
+    def steps(self, run: Run) -> tuple[int, int]:
+        chunks = self.chunks(run)
+        return 5 * chunks, (5 + 8) * chunks
+
+
+class GatedDeltaNet(Delta):
+    """The cost of `layers.mixers.gated_delta_net`."""
+
+    @property
+    def decays(self) -> int:
+        return self.heads
+
+    def matrices(self, tp: int) -> list[Linear]:
+        rows = self.channels + self.outputs + 2 * self.heads
+        return [*super().matrices(tp), Linear("in_proj", rows, self.h, rows=tp, bias=False)]
+
+    def within(self, length: int) -> float:
+        return 2 * length * self.key * self.key_heads
+
+    def gated(self, run: Run) -> int:
+        """Return what the base class does, and the bytes of the gates in float32.
+
+        Without a cast and a copy, they are parts of what ``in_proj`` returns.
+        """
+        x = run.sizes
+        channels = self.outputs
+        if not x.half and self.views(run):
+            channels = self.channels + self.outputs + 2 * self.heads
+        return super().gated(run) + x.tokens * channels // x.tp * FP32
+
+
+class KimiDelta(Delta):
+    """The cost of `layers.mixers.kimi_delta`."""
+
+    @property
+    def decays(self) -> int:
+        return self.heads * self.key
+
+    def matrices(self, tp: int) -> list[Linear]:
+        keys = self.heads * self.key
+        low = self.value
+        return [
+            *super().matrices(tp),
+            Linear("in_proj", self.channels + self.heads, self.h, rows=tp, bias=False),
+            Linear("f_a_proj", low, self.h, bias=False),
+            Linear("f_b_proj", keys, low, rows=tp, bias=False),
+            Linear("g_a_proj", low, self.h, bias=False),
+            Linear("g_b_proj", self.outputs, low, rows=tp, bias=False),
+        ]
+
+    def within(self, length: int) -> float:
+        # Products are joined from blocks of 2, 4, 8 and so on, half of each.
+        return length * self.key * self.heads * log2(length) / length
+
+    def inputs(self, run: Run) -> dict[str, int]:
+        small = run.sizes.residual_tokens * self.value
+        return {**super().inputs(run), "f_b_proj": small, "g_b_proj": small}
+
+    def gated(self, run: Run) -> int:
+        """Return what the base class does, and the inputs of the second low-rank projections."""
+        x = run.sizes
+        return super().gated(run) + 2 * x.residual_tokens * self.value * x.width
