@@ -21,6 +21,7 @@ from megatron_ext.planning.weights import Weight, is_linear
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
     from megatron_ext.planning.pipeline import Schedule
+    from megatron_ext.planning.sheet import Sheet
     from megatron_ext.planning.state import State
 
 Counted = TypeVar("Counted")
@@ -323,6 +324,10 @@ class Network(ABC):
     def loss(self) -> LayerBytes | None:
         """Return the activation memory of output layer and loss; None if reports shall omit it."""
         return None
+
+    def sheets(self) -> list[Sheet]:
+        """Return further tables for a report, about what only this network has."""
+        return []
 
     @property
     @abstractmethod

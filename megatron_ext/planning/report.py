@@ -71,6 +71,7 @@ def report_cases(cases: Sequence[Case], gpu: Gpu | None, cost: TaskCost) -> Repo
     sheets = [bucket_sheet(cases, gpu)] if cases[0].name else []
     sheets += [stage_sheet(ranks), memory_sheet(network, ranks), recomputation_sheet(network, cost)]
     sheets.append(volume_sheet(network, ranks))
+    sheets += network.sheets()
     if any(rank.host for rank in ranks):
         from megatron_ext.planning.offload import offload_sheet
 

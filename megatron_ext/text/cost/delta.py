@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from math import log2
 
 from megatron_ext.config.run import RunConfig
 from megatron_ext.planning.products import Linear
@@ -76,17 +75,17 @@ class Delta(Recurrent):
         return min(64 if run.sizes.gpu else 32, covering)
 
     def chunked(self, run: Run) -> float:
-        l = self.chunk(run)
-        k, v = self.key, self.value
-        # Products of keys with each other and with queries, and of both with states; the inverse.
-        shared = self.within(l)
-        solved = l * l / 3
-        per_head = solved + 2 * l * v + 3 * k * v
-        total = shared + self.heads * per_head
+        length = self.chunk(run)
+        # The inverse, and products with values and with states, by which also queries are
+        # multiplied; before them the products of keys with keys and with queries.
+        solved = solving(length)
+        between = self.within(length)
+        per_head = solved + 2 * length * self.value + 3 * self.key * self.value
+        total = between + self.heads * per_head
         if run.sizes.cp > 1:
-            # The summary of a slice, without queries, for values and a unit matrix.
-            width = k + v
-            total += shared / 2 + self.heads * (solved + l * width + 2 * k * width)
+            # The summary of a slice has no queries, and a unit matrix beside the values.
+            width = self.key + self.value
+            total += between / 2 + self.heads * (solved + (length + 2 * self.key) * width)
         return total
 
     @abstractmethod
@@ -117,6 +116,21 @@ class Delta(Recurrent):
             kept += segments * self.sequences(run) * wide // x.tp * FP32
         return int(kept)
 
+    def working(self, run: Run) -> int:
+        length = self.chunk(run)
+        heads = self.heads // run.sizes.tp * self.sequences(run)
+        if not run.sizes.gpu:
+            heads = min(heads, max(8, 1024 // self.key))
+        chunks = min(SEGMENT, self.chunks(run))
+        tensors = 10 * length + self.decayed(length) * self.key + 5 * self.value
+        states = (chunks + 1) * self.key * self.value
+        inputs = run.sizes.tokens * self.channels // run.sizes.tp
+        return int(FP32 * (inputs + heads * (chunks * length * tensors + states)))
+
+    def decayed(self, length: int) -> int:
+        """Return how many tensors of the size of a chunk's keys the backward pass holds at once."""
+        return 6
+
     def views(self, run: Run) -> bool:
         """Return whether the values of heads lie in what is convolved as the recurrence takes them.
 
@@ -133,6 +147,15 @@ class Delta(Recurrent):
     def steps(self, run: Run) -> tuple[int, int]:
         chunks = self.chunks(run)
         return 5 * chunks, (5 + 8) * chunks
+
+
+def solving(length: int) -> float:
+    """Return the multiplications per token that invert the matrix of a chunk of this length.
+
+    Blocks of 1, 2, 4 and so on are joined in pairs by two products of their size.
+    """
+    halves = (1 << level for level in range(length.bit_length() - 1))
+    return sum(float(half**2) for half in halves)
 
 
 class GatedDeltaNet(Delta):
@@ -181,8 +204,12 @@ class KimiDelta(Delta):
         ]
 
     def within(self, length: int) -> float:
-        # Products are joined from blocks of 2, 4, 8 and so on, half of each.
-        return length * self.key * self.heads * log2(length) / length
+        # Half of the pairs, and the whole blocks of 1, 2, 4 and so on between two halves.
+        return (length - 1) * self.key * self.heads
+
+    def decayed(self, length: int) -> int:
+        # Decays from and to the middle of blocks of 2, 4, 8 and so on.
+        return super().decayed(length) + length.bit_length() - 1
 
     def inputs(self, run: Run) -> dict[str, int]:
         small = run.sizes.residual_tokens * self.value

@@ -126,5 +126,8 @@ class Mixer(ABC):
         return 0, 0
 
     def described(self, run: Run) -> dict[str, float | None]:
-        """Return the bytes of its state per sequence and the positions of its chunks for a plan."""
+        """Return the bytes of its "state" of a sequence and the positions of its "chunk".
+
+        Both are for a plan, and left out by a mixer without them.
+        """
         return {}

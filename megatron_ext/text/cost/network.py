@@ -26,7 +26,7 @@ from megatron_ext.planning.products import FORWARD_AND_BACKWARD, Linear
 from megatron_ext.planning.stages import LayerBytes, Ranks, Stage
 from megatron_ext.planning.weights import Weight, is_linear, weights_of, with_frozen
 from megatron_ext.text.config.attention import AttentionConfig
-from megatron_ext.text.config.hybrid import depth_kind, layer_kinds
+from megatron_ext.text.config.hybrid import HybridConfig, depth_kind, layer_kinds
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.cost.activations import Activations
 from megatron_ext.text.cost.flops import WORD_EMBEDDING, GptFlops, GptRun, Sizes
@@ -35,6 +35,7 @@ from megatron_ext.text.cost.products import attention_matrices, latent_matrices,
 
 if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
+    from megatron_ext.planning.sheet import Sheet
 
 
 @lru_cache(maxsize=64)
@@ -391,18 +392,16 @@ class GptNetwork(Parameters, Activations, GptFlops):
         x = self.sizes
         gather = self.gather()
         letter = mixer_of(kind)
-        entering = context = 0.0
+        entering = 0.0
         if letter == ATTENTION:
             # Multi-latent attention gathers its small vectors instead of its input.
             entering = gather if x.latent is None else gather * x.latent.small / x.h
-            context = self.context()
         elif letter:
             entering = self.mixers[letter].gathers(self)
-            context = self.mixers[letter].context(self)
         dense = bool(mlp_of(kind)) and not has_experts(kind)
         forward = Volume(
             tensor=entering + (bool(letter) + 2 * dense) * gather,
-            context=context,
+            context=self.mixer_context(kind),
         )
         # Under sequence parallelism the inputs of two matrices are gathered once more.
         backward = forward + Volume(tensor=entering + dense * gather)
@@ -421,6 +420,20 @@ class GptNetwork(Parameters, Activations, GptFlops):
             if full or self.recomputes("moe"):
                 total += dispatched_again(self)
         return total
+
+    def mixer_context(self, kind: str) -> float:
+        """Return the bytes that a rank sends for context parallelism in a layer's forward pass."""
+        letter = mixer_of(kind)
+        if letter == ATTENTION:
+            return self.context()
+        return self.mixers[letter].context(self) if letter else 0.0
+
+    def sheets(self) -> list[Sheet]:
+        if self.config.section(HybridConfig).layer_kinds is None:
+            return []
+        from megatron_ext.text.cost.layer_sheet import layer_sheet
+
+        return [layer_sheet(self)]
 
     def gather(self) -> float:
         """Return the bytes that a rank sends in one all-gather of hidden states ``[s, b, h]``.

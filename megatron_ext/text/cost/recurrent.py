@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_ext.planning.kernels import Phase
 from megatron_ext.planning.products import MULTIPLY_AND_ADD, Linear
-from megatron_ext.planning.stages import FP32, LayerBytes
+from megatron_ext.planning.stages import FP32, LayerBytes, in_order
 from megatron_ext.planning.weights import Weight
 from megatron_ext.text.cost.mixer import Mixer, Run
 
@@ -59,6 +59,13 @@ class Recurrent(Mixer):
         """Return the bytes kept from the heads' outputs to the input of the last projection."""
 
     @abstractmethod
+    def working(self, run: Run) -> int:
+        """Return the bytes that the backward pass of the recurrence needs beside what is kept.
+
+        They are those of some chunks, which are computed at a time, and the gradients of inputs.
+        """
+
+    @abstractmethod
     def steps(self, run: Run) -> tuple[int, int]:
         """Return the number of kernels that a pass runs one after the other over the chunks.
 
@@ -96,12 +103,21 @@ class Recurrent(Mixer):
 
     def kept(self, run: Run) -> LayerBytes:
         x = run.sizes
-        inner = self.convolution(run) + self.recurrence(run) + self.passed(run) + self.gated(run)
-        out = x.tokens * self.outputs // x.tp * x.width
-        largest = max(linear.outputs // linear.rows for linear in self.matrices(x.tp))
+        out = x.tokens * self.outputs // x.tp
+        convolved = x.tokens * self.channels // x.tp
+        rows = max(linear.outputs // linear.rows for linear in self.matrices(x.tp))
         # Going back, the gradients of what is projected stand beside those of the convolution.
-        transient = x.tokens * (largest * x.width + self.channels // x.tp * FP32)
-        return LayerBytes(inner + out, max(transient, largest * self.h * x.width))
+        first = x.tokens * rows * x.width + convolved * FP32
+        return in_order(
+            LayerBytes(self.convolution(run), max(first, rows * self.h * x.width)),
+            LayerBytes(
+                self.recurrence(run) + self.passed(run),
+                # Beside it, there are gradients of the outputs and of their gates.
+                self.working(run) + out * (x.width + FP32),
+            ),
+            LayerBytes(self.gated(run), 2 * out * FP32),
+            LayerBytes(out * x.width, out * x.width),
+        )
 
     def convolution(self, run: Run) -> int:
         """Return the bytes that the convolution and the SiLU after it keep, without its result.
@@ -167,7 +183,6 @@ class Recurrent(Mixer):
         return {
             "state": self.state // run.sizes.tp * FP32,
             "chunk": self.chunk(run),
-            "message": self.context(run),
         }
 
 

@@ -29,6 +29,7 @@ GATED = (
     "--linear-value-head-dim 24"
 )
 KIMI = GATED.replace("--linear-num-key-heads 2", "--linear-num-key-heads 4")
+MAMBA = "--mamba-num-heads 4 --mamba-head-dim 24 --mamba-num-groups 2 --mamba-state-dim 16"
 
 LAYOUTS = {
     "tp2": "--tensor-model-parallel-size 2 --nproc-per-node 2",
@@ -86,6 +87,12 @@ MORE = {
     "--tensor-model-parallel-size 2 --sequence-parallel --nproc-per-node 2",
     "kimi delta cp2": f"--hybrid-layer-pattern K-*-K-K- {KIMI} --context-parallel-size 2 "
     "--nproc-per-node 2",
+    "mamba tp2sp": f"--hybrid-layer-pattern MM-*- {MAMBA} --num-layers 3 --sequence-parallel "
+    "--tensor-model-parallel-size 2 --nproc-per-node 2",
+    "mamba bf16 ep2": f"--hybrid-layer-pattern ME*EM-M {MAMBA} --num-experts 4 --bf16 "
+    "--moe-ffn-hidden-size 96 --expert-model-parallel-size 2 --nproc-per-node 2",
+    "mamba odd length": f"--hybrid-layer-pattern M-*-M-M {MAMBA} --no-mamba-conv-bias "
+    "--mamba-num-groups 1 --mamba-time-step-max 0.5 --seq-length 100",
     "zbv": "--pipeline-schedule zb-v --pipeline-model-parallel-size 2 --nproc-per-node 2",
     "uneven": "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 "
     "--nproc-per-node 2",
@@ -126,6 +133,9 @@ PEAKS = {
     "fp8 gated delta": f"--hybrid-layer-pattern G-*-G-G- {GATED} --linear-num-value-heads 8 "
     "--linear-num-key-heads 4 --bf16 --fp8-format hybrid --fp8-recipe tensorwise",
     "lora gated delta": f"--hybrid-layer-pattern G-*-G-G- {GATED} --lora-rank 8",
+    "mamba cp2": f"--hybrid-layer-pattern M-*-M-M {MAMBA} --context-parallel-size 2 "
+    "--nproc-per-node 2",
+    "lora mamba bf16": f"--hybrid-layer-pattern M-*-M-M {MAMBA} --lora-rank 8 --bf16",
     "lora": "--lora-rank 8",
     "lora bf16 dp2": "--lora-rank 8 --bf16 --use-distributed-optimizer --ema-decay 0.9 "
     "--nproc-per-node 2",
