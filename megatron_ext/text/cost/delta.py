@@ -11,7 +11,7 @@ from megatron_ext.planning.stages import FP32
 from megatron_ext.planning.weights import Weight
 from megatron_ext.text.config.hybrid import MixerConfig
 from megatron_ext.text.cost.mixer import Run
-from megatron_ext.text.cost.recurrent import Recurrent, normed
+from megatron_ext.text.cost.recurrent import Pace, Recurrent, normed
 
 SEGMENT = 8
 """Chunks after which a state is kept for the backward pass."""
@@ -144,10 +144,6 @@ class Delta(Recurrent):
         rows = x.tokens * self.heads // x.tp
         return normed(run, rows, self.value) + 2 * rows * self.value * FP32
 
-    def steps(self, run: Run) -> tuple[int, int]:
-        chunks = self.chunks(run)
-        return 5 * chunks, (5 + 8) * chunks
-
 
 def solving(length: int) -> float:
     """Return the multiplications per token that invert the matrix of a chunk of this length.
@@ -160,6 +156,10 @@ def solving(length: int) -> float:
 
 class GatedDeltaNet(Delta):
     """The cost of `layers.mixers.gated_delta_net`."""
+
+    pace = Pace.of(
+        products=((0, 6.75), (0, 11.6)), pointwise=((58, 8.5), (100, 21.4)), moved=(9.5, 28.0)
+    )
 
     @property
     def decays(self) -> int:
@@ -186,6 +186,10 @@ class GatedDeltaNet(Delta):
 
 class KimiDelta(Delta):
     """The cost of `layers.mixers.kimi_delta`."""
+
+    pace = Pace.of(
+        products=((0, 8.0), (0, 15.5)), pointwise=((55, 16.0), (107, 37.0)), moved=(13.0, 35.0)
+    )
 
     @property
     def decays(self) -> int:

@@ -26,19 +26,23 @@ def layer_sheet(run: Run) -> Sheet:
     kinds = run.sizes.kinds
     stage = run.stages()[0].only
     rows: list[list[Any]] = []
+    states: list[tuple[float | None, float | None]] = []
     for kind, count in Counter(kinds).items():
         number = kinds.index(kind)
         weights = sum(weight.numel for weight in run.weights(stage(number)))
         letter = mixer_of(kind)
         known = run.mixers[letter].described(run) if letter in run.mixers else {}
         kept = run.layer_bytes(number).kept
-        means = [known.get(part) for part in ("state", "chunk")]
+        state = known.get("state"), known.get("chunk")
+        states.append(state)
         sent = run.mixer_context(kind)
-        rows.append([kind, _parts(kind), count, weights, kept, *means, sent])
+        rows.append([kind, _parts(kind), count, weights, kept, *state, sent])
     caption = (
         "of a rank, and of one micro-batch; a context message is what a rank sends in a layer's "
         "forward pass for context parallelism: a state's does not grow with the sequence"
     )
+    if any(known[1] is not None for known in states):
+        caption += "; recurrences are priced as their torch form, which GPU kernels outrun"
     return Sheet("layers", "kinds of layers", columns, rows, caption)
 
 
@@ -51,5 +55,5 @@ def _bytes(value: float | None) -> str:
     return "" if not value else size(value)
 
 
-def _number(value: int | None) -> str:
+def _number(value: float | None) -> str:
     return "" if value is None else str(value)

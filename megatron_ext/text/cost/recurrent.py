@@ -21,6 +21,39 @@ SLICES = 2
 
 
 @dataclass(frozen=True)
+class Pace:
+    """The kernels of a mixer's torch form on a GPU, without those of its linear layers.
+
+    Attributes:
+        kernels: by class and phase, how many there are once, and how many for each chunk, which are
+            computed one after the other.
+        moved: bytes that pointwise kernels read and write in the forward and in the backward pass,
+            per byte that is kept: nothing is compiled, and the backward pass computes the chunks
+            again.
+    """
+
+    kernels: dict[tuple[str, Phase], tuple[float, float]]
+    moved: tuple[float, float]
+
+    @classmethod
+    def of(
+        cls,
+        products: tuple[tuple[float, float], tuple[float, float]],
+        pointwise: tuple[tuple[float, float], tuple[float, float]],
+        moved: tuple[float, float],
+    ) -> Pace:
+        """Return the pace from kernels of products and others, each forward and backward."""
+        classes = {"attention": products, "pointwise": pointwise}
+        phases = Phase.FORWARD, Phase.INPUT
+        kernels = {
+            (name, phase): count
+            for name, counts in classes.items()
+            for phase, count in zip(phases, counts, strict=True)
+        }
+        return cls(kernels, moved)
+
+
+@dataclass(frozen=True)
 class Recurrent(Mixer):
     """A mixer whose positions hand a state on, after a short convolution of its inputs.
 
@@ -65,12 +98,10 @@ class Recurrent(Mixer):
         They are those of some chunks, which are computed at a time, and the gradients of inputs.
         """
 
+    @property
     @abstractmethod
-    def steps(self, run: Run) -> tuple[int, int]:
-        """Return the number of kernels that a pass runs one after the other over the chunks.
-
-        They are those of the forward and of the backward pass.
-        """
+    def pace(self) -> Pace:
+        """Return the kernels of its torch form."""
 
     def matrices(self, tp: int) -> list[Linear]:
         """Return its linear layers: the last projection comes first."""
@@ -158,25 +189,25 @@ class Recurrent(Mixer):
         return max(0.0, MULTIPLY_AND_ADD * more * run.sizes.tokens / run.sizes.tp)
 
     def moved(self, run: Run) -> tuple[float, float]:
-        """Return the bytes that its pointwise kernels read and write, forward and backward.
-
-        What is kept is written once and read once in the forward pass, and twice as much moves in
-        the backward pass.
-        """
         kept = self.kept(run).kept
-        return 2.0 * kept, 4.0 * kept
+        forward, backward = self.pace.moved
+        return forward * kept, backward * kept
 
     def kernels(self, run: Run) -> dict[tuple[str, Phase], int]:
         linears = len(self.matrices(1))
-        forward, backward = self.steps(run)
+        chunks = self.chunks(run)
+        # The summary of a slice goes through the chunks, too.
+        passes = 2 if run.sizes.cp > 1 else 1
+        pace = self.pace
+        counted = {
+            which: round(once + passes * per_chunk * chunks)
+            for which, (once, per_chunk) in pace.kernels.items()
+        }
         return {
             ("linear", Phase.FORWARD): linears,
             ("linear", Phase.INPUT): linears,
             ("linear", Phase.WEIGHT): linears,
-            ("attention", Phase.FORWARD): forward,
-            ("attention", Phase.INPUT): backward,
-            ("pointwise", Phase.FORWARD): POINTWISE,
-            ("pointwise", Phase.INPUT): 2 * POINTWISE,
+            **counted,
         }
 
     def described(self, run: Run) -> dict[str, float | None]:
@@ -184,10 +215,6 @@ class Recurrent(Mixer):
             "state": self.state // run.sizes.tp * FP32,
             "chunk": self.chunk(run),
         }
-
-
-POINTWISE = 40
-"""The number of kernels that split, convolve, gate and normalize, none of which are compiled."""
 
 
 def normed(run: Run, rows: int, size: int) -> int:
