@@ -290,7 +290,7 @@ _JUDGES = {
 
 def _vocabularies_differ(bench: Bench, name: str, a: Ended, b: Ended) -> bool:
     """Excuse the comparison if two layouts pad the vocabulary to two sizes."""
-    sizes = [re.findall(r"padded_vocab_size: (\d+)", x.out)[:1] for x in (a, b)]
+    sizes = [re.findall(r"padded[_-]vocab[_-]size:? (\d+)", x.out)[:1] for x in (a, b)]
     if sizes[0] != sizes[1]:
         bench.verdict.excused[name] = "the padding of the vocabulary takes part in the softmax"
     return sizes[0] != sizes[1]
