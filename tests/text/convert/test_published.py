@@ -120,7 +120,7 @@ def test_published_entries_are_used() -> None:
 
 
 def test_steps_of_nemotron_h_have_the_limits_of_its_publisher(tmp_path: Path) -> None:
-    """Its steps are as short as they are, other than in transformers' class."""
+    """Steps are as short as they are, other than in transformers' class."""
     name = "nemotron_h"
     settings = {**SETTINGS[name][0], "time_step_limit": [0.0, math.inf], "time_step_min": 0.3}
     source = make_tiny({"model_type": name, **settings}, tmp_path / "hf")
