@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ext.checkpoint.conversion import one_rank
 from megatron_ext.errors import CheckpointError
+from megatron_ext.text.convert.adapters import peft_layers
 from megatron_ext.text.convert.config import HuggingFaceModel, parse_model, read_model
 from megatron_ext.text.convert.huggingface import build_bare, reference_model
 from megatron_ext.text.convert.reading import check_one_dtype, load_folder
@@ -166,3 +167,16 @@ def test_published_folders_are_read(name: str, exact: tuple[str, ...], tmp_path:
 
     said = " ".join(in_child(notes, tmp_path / "notes"))
     assert "rounded to the model's dtype" in said
+
+
+def test_adapters_of_layers_with_one_part_have_the_numbers_of_their_modules(tmp_path: Path) -> None:
+    """Our second layer is transformers' third and fourth, of which the latter has experts."""
+    name = "nemotron_h"
+    source = make_tiny({"model_type": name, **SETTINGS[name][0]}, tmp_path / "hf")
+    config = config_of(["--load-hf", str(source), *PLAIN, "--lora-rank", "2"])
+    layers = peft_layers(config, tmp_path)
+    linear = "decoder.layers.1.mlp.experts.experts.linear_fc2.lora"
+    matrices = {f"{linear}.a": torch.ones(8, 2, 16), f"{linear}.b": torch.ones(8, 24, 2)}
+    (path,) = layers.pairs(matrices)
+    assert path.endswith("layers.3.mixer.experts.down_proj")
+    assert layers.experts(path) == 8
