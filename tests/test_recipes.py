@@ -18,6 +18,7 @@ from megatron_ext.planning.memory import worst_case
 from megatron_ext.planning.report import active_parameters, model_parameters
 from megatron_ext.planning.step_time import estimate
 from megatron_ext.text.convert.config import parse_model
+from megatron_ext.text.hybrid import read_pattern as read_kinds
 from megatron_ext.text.task import TEXT
 from megatron_ext.train.main import preflight
 from megatron_ext.video.task import VIDEO
@@ -33,6 +34,8 @@ BILLIONS = {
     "qwen3_30b_a3b": (30.53, 3.35),
     # 671 without multi-token prediction, whose layer and projection have 11.5.
     "deepseek_v3": (682.55, 38.24),
+    "qwen3_next_80b_a3b": (79.67, 3.87),
+    "nemotron_h_56b": (56.32, 56.32),
     # The model card counts the 3.6 billion that a token uses without the embedding's 0.58.
     "gpt_oss_20b": (20.91, 4.19),
     "wan_1.3b": (1.42, 1.42),
@@ -109,7 +112,9 @@ def test_a_text_model_is_its_published_configuration(name: str) -> None:
     assert ours["padded_vocab_size"] == PUBLISHED[name]["vocab_size"]
     for field, value in theirs.items():
         own = ours[field]
-        if field in ("moe_layer_freq", "window_attn_skip_freq"):
+        if field == "hybrid_layer_pattern":
+            own, value = list(ours["layer_kinds"]), read_kinds(value).kinds
+        elif field in ("moe_layer_freq", "window_attn_skip_freq"):
             own, value = (_pattern(x, content_of(name)["num_layers"]) for x in (own, value))
         elif field == "rope_scaling" and value is not None:
             own, value = json.loads(own), json.loads(value)

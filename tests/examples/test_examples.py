@@ -14,7 +14,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 TRAINING = [
     "gpt/pretrain_gpt_1node.sh", "gpt/pretrain_llama3_8b.sh", "gpt/pretrain_llama3_8b_fp8.sh",
-    "gpt/pretrain_deepseek_v3.sh", "slurm/pretrain_gpt.sbatch", "custom_model/train.sh",
+    "gpt/pretrain_deepseek_v3.sh", "gpt/pretrain_qwen3_next_80b.sh",
+    "gpt/pretrain_nemotron_h_56b.sh", "slurm/pretrain_gpt.sbatch", "custom_model/train.sh",
 ]  # fmt: skip
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    NemotronHConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+)
 
 from benchmarks import cross_entropy, gpu_peers, gpu_throughput, gpu_try
 from benchmarks.peers import OURS, PEERS
@@ -28,6 +34,7 @@ GPU_ALL = ROOT / "benchmarks" / "gpu_all.sh"
 SMOKING = {
     "test_examples.py": "quickstart.sh gpt/pretrain_gpt_1node.sh gpt/pretrain_llama3_8b.sh "
     "gpt/pretrain_llama3_8b_fp8.sh gpt/pretrain_deepseek_v3.sh slurm/pretrain_gpt.sbatch "
+    "gpt/pretrain_qwen3_next_80b.sh gpt/pretrain_nemotron_h_56b.sh "
     "custom_model/train.sh "
     "custom_loss/train.sh custom_model/dit.sh sft/quickstart.sh sft/sft_qwen_8gpu.sh "
     "video/quickstart.sh",
@@ -42,6 +49,7 @@ FULL_SIZE = {
     "gpt/pretrain_gpt_1node.sh": 8, "gpt/pretrain_llama3_8b.sh": 8,
     "gpt/pretrain_llama3_8b_fp8.sh": 8, "slurm/pretrain_gpt.sbatch": 32, "custom_model/train.sh": 4,
     "custom_loss/train.sh": 4, "gpt/pretrain_deepseek_v3.sh": 1024,
+    "gpt/pretrain_qwen3_next_80b.sh": 64, "gpt/pretrain_nemotron_h_56b.sh": 64,
 }  # fmt: skip
 """Ranks of the scripts that take the data, the tokenizer and the checkpoints."""
 
@@ -111,6 +119,45 @@ def test_the_plan_of_deepseek_v3_counts_671_billion_parameters(tmp_path: Path) -
     assert model_parameters(ranks) == count + depth
     assert active_parameters(ranks, network) == used + depth - unused
     assert "of them used by a token" in headline(network, ranks)
+
+
+QWEN3_NEXT = Qwen3NextConfig(
+    num_hidden_layers=48, num_experts=512, num_experts_per_tok=10, intermediate_size=5120,
+)  # fmt: skip
+NEMOTRON_H = NemotronHConfig(
+    hybrid_override_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-", hidden_size=8192,
+    intermediate_size=32768, num_attention_heads=64, num_key_value_heads=8, head_dim=128,
+    mamba_num_heads=256, mamba_head_dim=64, ssm_state_size=256, n_groups=8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "billions"),
+    [
+        ("pretrain_qwen3_next_80b.sh", QWEN3_NEXT, (79, 3)),
+        ("pretrain_nemotron_h_56b.sh", NEMOTRON_H, (56, 56)),
+    ],
+)
+def test_plans_of_mixed_layers_count_the_parameters_of_transformers(
+    script: str, model: PretrainedConfig, billions: tuple[int, int], tmp_path: Path
+) -> None:
+    stub(tmp_path, "python")
+    code, shown = start_stubbed(tmp_path, EXAMPLES / "gpt" / script, PLAN="1")
+    assert code == 0, shown
+    (words,) = calls(tmp_path, "python")
+    network = GptNetwork.of(config_of(words[1:], ranks=0))
+    ranks = memory(network)
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(model)
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    unused = sum(
+        parameter.numel() // 512 * (512 - 10)
+        for name, parameter in theirs.named_parameters()
+        if ".experts." in name
+    )
+    assert (count // 10**9, (count - unused) // 10**9) == billions
+    assert model_parameters(ranks) == count
+    assert active_parameters(ranks, network) == count - unused
 
 
 def test_the_fp8_example_is_llama_3_8b_in_8_bits(tmp_path: Path) -> None:
