@@ -142,7 +142,7 @@ class Delta(Recurrent):
         """Return the bytes of the norm, its result, and the activated gates."""
         x = run.sizes
         rows = x.tokens * self.heads // x.tp
-        return normed(run, rows, self.value) + 2 * rows * self.value * FP32
+        return int(normed(run, rows, self.value) + 2 * rows * self.value * FP32)
 
 
 def solving(length: int) -> float:
@@ -181,7 +181,7 @@ class GatedDeltaNet(Delta):
         channels = self.outputs
         if not x.half and self.views(run):
             channels = self.channels + self.outputs + 2 * self.heads
-        return super().gated(run) + x.tokens * channels // x.tp * FP32
+        return int(super().gated(run) + x.tokens * channels // x.tp * FP32)
 
 
 class KimiDelta(Delta):
@@ -222,4 +222,4 @@ class KimiDelta(Delta):
     def gated(self, run: Run) -> int:
         """Return what the base class does, and the inputs of the second low-rank projections."""
         x = run.sizes
-        return super().gated(run) + 2 * x.residual_tokens * self.value * x.width
+        return int(super().gated(run) + 2 * x.residual_tokens * self.value * x.width)

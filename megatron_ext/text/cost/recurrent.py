@@ -186,7 +186,7 @@ class Recurrent(Mixer):
 
     def chunk_flops(self, run: Run) -> float:
         more = self.chunked(run) - self.mixing
-        return max(0.0, MULTIPLY_AND_ADD * more * run.sizes.tokens / run.sizes.tp)
+        return float(max(0.0, MULTIPLY_AND_ADD * more * run.sizes.tokens / run.sizes.tp))
 
     def moved(self, run: Run) -> tuple[float, float]:
         kept = self.kept(run).kept

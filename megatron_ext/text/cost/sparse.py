@@ -29,8 +29,8 @@ GPU_BLOCK = 2**27
 """Largest number of scores of all heads that a device computes at a time."""
 KERNELS_OF_BLOCK = 20
 """The number of kernels that score the keys of a block of queries, and choose among them."""
-COPIES_OF_BLOCK = 4
-"""Tensors with the scores of all heads of a block that are there at a time."""
+COPIES_OF_BLOCK = {False: 2, True: 4}
+"""Tensors with the scores of all heads of a block at a time, by whether the indexer learns."""
 CHOICE_PASSES = 12
 """How many times the scores of a block, summed over heads, are read or written to choose keys."""
 
@@ -178,13 +178,25 @@ class SparseAttention(Mixer):
                 scores = numbers * (FP32 if x.half else width) + x.tokens * keys
                 scores += numbers * width if x.half else 0
         scores += self._learned(run)
-        block = min(
-            x.tokens * self.heads * x.s, GPU_BLOCK if x.gpu else CPU_BLOCK
-        ) * FP32 * (0 if self.is_dense and not self.learns else COPIES_OF_BLOCK)  # fmt: skip
-        transient = run.attention_transient() - run.residual + block
+        block = self.block(run)
+        # Keys are chosen in the forward pass, before outputs and masks of all blocks are kept.
+        transient = max(run.attention_transient() - run.residual, block - scores - out)
         if run.recomputes("core_attn"):
             return LayerBytes(kept, transient + scores + out)
         return LayerBytes(kept + scores, transient)
+
+    def block(self, run: Run) -> int:
+        """Return the bytes of the scores of a block of queries, while keys are chosen.
+
+        Tensor-parallel ranks share the queries of a block.
+        """
+        if self.is_dense and not self.learns:
+            return 0
+        x = run.sizes
+        slices = 2 if x.cp > 1 else 1
+        numbers = x.tokens // slices * self.heads * x.s
+        numbers = min(numbers, GPU_BLOCK if x.gpu else CPU_BLOCK) // x.tp
+        return int(numbers * FP32 * COPIES_OF_BLOCK[self.learns])
 
     def _learned(self, run: Run) -> int:
         """Return the bytes kept for the indexer's own backward pass."""
