@@ -188,7 +188,7 @@ class KimiDelta(Delta):
     """The cost of `layers.mixers.kimi_delta`."""
 
     pace = Pace.of(
-        products=((0, 8.0), (0, 15.5)), pointwise=((55, 16.0), (107, 37.0)), moved=(13.0, 35.0)
+        products=((0, 8.0), (0, 15.5)), pointwise=((55, 16.0), (107, 45.8)), moved=(13.0, 35.0)
     )
 
     @property
