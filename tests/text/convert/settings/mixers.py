@@ -59,6 +59,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
             **_LINEAR, "num_hidden_layers": 2, "num_attention_heads": 5, "num_key_value_heads": 1,
             "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True,
             "tie_word_embeddings": True, "layer_types": ["full_attention", "linear_attention"],
+            "rms_norm_eps": 1e-4,
         },
     ),
     "qwen3_5_moe_text": (
