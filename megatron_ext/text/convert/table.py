@@ -194,11 +194,6 @@ class Table:
         """Return the names in ``tensors`` of those that have no place in our model."""
         return {name for name in tensors if self.unused and name.startswith(self.unused)}
 
-    def numbers(self, layer: int) -> dict[str, int]:
-        """Return the numbers that the mixer and the MLP of our layer have in names of tensors."""
-        mixer, mlp = self.layers[layer] if self.layers else (layer, layer)
-        return {"layer": mixer, "mlp_layer": mlp}
-
     def runs(self, name: str, rows: int, num_layers: int) -> list[Run] | None:
         """Return the runs that make up our parameter ``name``, which has ``rows`` rows.
 
