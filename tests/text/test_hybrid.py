@@ -145,6 +145,7 @@ def test_layers_of_transformer_engine_are_refused() -> None:
          "`--mamba-time-step-max` (0.1) must be at least `--mamba-time-step-min` (0.2); leave it"),
         ("G- --linear-num-key-heads 3", "`--linear-num-value-heads` (32) must be divisible by "
          "`--linear-num-key-heads` (3); use 33."),
+        (f"G- {GATED} --lora-rank 2 --lora-target-modules linear_qkv", "linear_qkv"),
         (f"G- {GATED} --qk-clip", "`--qk-clip` needs attention, but no layer of the model has it; "
          "leave it out."),
         (f"G- {GATED} --bf16 --fp8-format hybrid", "but the width of `in_proj` in gated DeltaNet "

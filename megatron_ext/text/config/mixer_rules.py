@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megatron_ext.config.flags import must_divide
-from megatron_ext.config.layers import ATTENTION, MIXERS, mixer_of
+from megatron_ext.config.layers import ATTENTION, MIXERS, RECURRENT, mixer_of, mlp_of
+from megatron_ext.config.optimizer import RECURRENT_TARGETS
 from megatron_ext.config.precision import TE_IMPL
 from megatron_ext.config.rules.fp8 import side_errors
 from megatron_ext.config.run import RunConfig, Side
@@ -188,3 +189,16 @@ def _sparse_errors(sizes: MixerConfig, run: RunConfig) -> Iterator[FlagError]:
             "changes a loss that has no weight",
             "give `--dsa-indexer-loss-coeff`, or leave it out",
         )
+
+
+def present_targets(usual: Sequence[str], hybrid: HybridConfig) -> list[str]:
+    """Return the LoRA targets of layers of different kinds: those of the parts that a layer has.
+
+    ``usual`` are the targets of a model whose layers all have attention and an MLP.
+    """
+    kinds = (*(hybrid.layer_kinds or ()), hybrid.depth_kind or "")
+    mixers = {mixer_of(kind) for kind in kinds}
+    transforms = any(map(mlp_of, kinds))
+    attends = bool(mixers & {ATTENTION, "D"})
+    targets = [name for name in usual if (transforms if "_fc" in name else attends)]
+    return targets + list(RECURRENT_TARGETS if mixers & set(RECURRENT) else ())

@@ -203,6 +203,9 @@ class MoEConfig(LayerSection):
             from megatron_ext.text.config.flex import flex_fields, values_of
 
             fields |= flex_fields(values_of(self, config), config.parallel)
+        else:
+            # Releases of megatron-core refuse some libraries that this dispatcher does not use.
+            del fields["moe_flex_dispatcher_backend"]
         if config.model.add_bias_linear or not config.model.swiglu:
             # megatron-core's experts have no fused form of other activations and of biases.
             fields["bias_activation_fusion"] = False

@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any
 
 from megatron_ext.config.flags import changed_fields
-from megatron_ext.config.layers import RECURRENT, mixer_of
 from megatron_ext.config.model import ModelConfig
 from megatron_ext.config.optimizer import (
     EXPERT_TARGETS,
     LATENT_DOWN_TARGETS,
     LATENT_TARGETS,
-    RECURRENT_TARGETS,
     TARGETS,
 )
 from megatron_ext.config.run import RunConfig
@@ -76,15 +74,19 @@ def resolve_text(config: RunConfig) -> RunConfig:
 def _targets(config: RunConfig) -> Sequence[str]:
     """Return the names of a GPT's linear layers that get LoRA adapters by default."""
     latent = config.section(LatentAttentionConfig).multi_latent_attention
-    kinds = config.section(HybridConfig).layer_kinds or ()
-    recurrent = any(mixer_of(kind) in (*RECURRENT,) for kind in kinds)
-    return (*(LATENT_TARGETS if latent else TARGETS), *(RECURRENT_TARGETS if recurrent else ()))
+    usual = LATENT_TARGETS if latent else TARGETS
+    hybrid = config.section(HybridConfig)
+    if hybrid.layer_kinds is None:
+        return usual
+    from megatron_ext.text.config.mixer_rules import present_targets
+
+    return present_targets(usual, hybrid)
 
 
 def _all_targets(config: RunConfig) -> list[str]:
     """Return the names of a GPT's linear layers that may have LoRA adapters."""
     targets = list(_targets(config))
-    if config.section(LatentAttentionConfig).multi_latent_attention:
+    if "linear_kv_up_proj" in targets:
         targets += LATENT_DOWN_TARGETS
     if config.section(MoEConfig).num_experts is not None:
         targets += EXPERT_TARGETS

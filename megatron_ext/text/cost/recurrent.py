@@ -1,4 +1,4 @@
-"""What the costs of recurrent sequence mixers share: convolution, chunks, states and messages.
+"""Counts what recurrent sequence mixers share: convolution, chunks, states and messages.
 
 A mixer of `layers.mixers` computes its recurrence in chunks of the sequence: products of matrices
 within a chunk, and states where chunks meet. The formulas are those of its torch form, which keeps

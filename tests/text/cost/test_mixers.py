@@ -44,7 +44,7 @@ def in_place_flops(total: Any, first: Any, second: Any, **_unused: Any) -> int:
 
 
 IN_PLACE = {torch.ops.aten.baddbmm_: in_place_flops}
-"""What torch's counter leaves out."""
+"""The products that torch's counter leaves out, with functions that count them."""
 PRODUCTS = "mm bmm addmm baddbmm baddbmm_".split()
 
 
@@ -141,7 +141,7 @@ def test_products_of_chunks_are_those_that_torch_counts(context: ParallelContext
 
 
 def test_operations_are_those_that_megatron_lm_counts() -> None:
-    """Their formulas of a layer: projections, convolution, states; the log reports three passes."""
+    """Compare projections, convolution and states of a layer; the log reports three passes."""
     head = 6 * S * V * H
     attention = flops_per_sample(of_pattern("*")) - head
     gated = "--linear-num-key-heads 16 --linear-num-value-heads 32"
