@@ -172,6 +172,11 @@ class Table:
         """Return how many layers the files have of a decoder with ``num_layers`` layers."""
         return self.layers[-1][1] + 1 if self.layers else num_layers
 
+    def numbers(self, layer: int) -> dict[str, int]:
+        """Return the numbers in the files of the mixer and of the MLP of a layer, for templates."""
+        mixer, mlp = self.layers[layer] if self.layers else (layer, layer)
+        return {"layer": mixer, "mlp_layer": mlp}
+
     def turns(self, shapes: Mapping[str, Sequence[int]], hidden_size: int) -> bool:
         """Tell whether the tensors of all experts are stored as this table says: turned or not.
 
