@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from megatron_ext.planning.kernels import Work
     from megatron_ext.planning.sheet import Sheet
 
+SUMMED = "linear_proj", "out_proj", "mlp.linear_fc2", "shared_experts.linear_fc2"
+"""Ends of the names of linear layers whose outputs tensor-parallel ranks sum."""
+
 
 @lru_cache(maxsize=64)
 def _layers_of(layout: str) -> tuple[int, ...]:
@@ -276,7 +279,7 @@ class GptNetwork(Parameters, Activations, GptFlops):
         }
         for kind, _, rows in self.adapted(number):
             # Magnitudes keep the outputs, which are split along s where they are summed over ranks.
-            summed = kind.endswith(("linear_proj", "mlp.linear_fc2", "shared_experts.linear_fc2"))
+            summed = kind.endswith(SUMMED)
             outputs = (self.sizes.residual_tokens if summed else rows) * widths[f"0.{kind}"]
             kept += outputs * self.sizes.width
         return kept

@@ -256,5 +256,15 @@ class SparseAttention(Mixer):
         learned = pairs * x.n * FP32 * 4 * self.learns
         return float(qkv + of_heads + scores * CHOICE_PASSES + learned), float(qkv)
 
+    def hosted(self, run: Run, part: str) -> tuple[int, int]:
+        x = run.sizes
+        out = x.tokens * x.n // x.tp * x.d * x.width
+        most = {
+            "qkv_linear": run.residual + run.qk(),
+            "core_attn": self.kept(run).kept + out,
+            "attn_proj": out,
+        }
+        return 0, int(most[part])
+
     def described(self, run: Run) -> dict[str, float | None]:
         return {"message": self.context(run)}

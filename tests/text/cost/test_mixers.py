@@ -1,6 +1,7 @@
 """Planned cost of layers with other sequence mixers than attention, beside what they do."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode, baddbmm_flop
 from megatron_ext.config.run import RunConfig
 from megatron_ext.layers.mixers import delta_rule, delta_scan, state_space_chunks
 from megatron_ext.planning.kernels import Phase
+from megatron_ext.planning.memory import memory
+from megatron_ext.planning.report import model_parameters
 from megatron_ext.text.cost.network import GptNetwork
 from megatron_ext.text.cost.products import flops_per_sample
 from megatron_ext.text.cost.recurrent import Recurrent
@@ -23,6 +26,7 @@ from tests.ranks import ParallelContext, ranks
 from tests.text.cost import layouts
 from tests.training_runs import config_of
 
+ROOT = Path(__file__).parents[3]
 S, H, V = 8192, 4096, 128256
 LLAMA = layouts.LLAMA_8B.replace("--num-layers 32 ", "")
 DELTA = (
@@ -180,3 +184,53 @@ def test_layers_of_one_part_send_and_compute_that_part_alone() -> None:
     assert whole == 2 * mixer == 2 * mlp == 2 * 5 * network.gather() > 0
     alone, both = (network.layer_flops(number).linear for number in (0, 1))
     assert both - alone == network.mlp_flops("-") == 6 * S * H * network.sizes.f / 4
+
+
+def of_recipe(name: str) -> GptNetwork:
+    words = (
+        f"--config {ROOT / 'recipes' / name}.yaml --layout 64xH100 --mock-data "
+        "--tokenizer-type NullTokenizer --vocab-size 128"
+    )
+    return GptNetwork.of(config_of(words, ranks=64, device="cuda"))
+
+
+def parameters_of(model: type[Any], config: Any) -> int:
+    """Return the number of parameters of a model of transformers, which takes no memory."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in model(config).parameters())
+
+
+def test_planned_parameters_of_published_models_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    qwen = transformers.Qwen3NextConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        num_experts=512,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    )
+    wanted = parameters_of(transformers.Qwen3NextForCausalLM, qwen)
+    assert wanted == 79_674_391_296
+    assert model_parameters(memory(of_recipe("qwen3_next_80b_a3b"))) == wanted
+    network = of_recipe("nemotron_h_56b")
+    names = {"M": "mamba", "*": "attention", "-": "mlp"}
+    nemotron = transformers.NemotronHConfig(
+        vocab_size=131072,
+        hidden_size=8192,
+        intermediate_size=32768,
+        layers_block_type=[names[letter] for letter in "".join(network.sizes.kinds)],
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        ssm_state_size=256,
+        mamba_num_heads=256,
+    )
+    wanted = parameters_of(transformers.NemotronHForCausalLM, nemotron)
+    assert model_parameters(memory(network)) == wanted
+    assert 56.3e9 < wanted < 56.4e9
