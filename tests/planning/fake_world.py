@@ -93,7 +93,8 @@ def _weight(x: Ranks, name: str, parameter: Any) -> Weight:
     if parameter.tensor_model_parallel:
         parts = x.etp if ROUTED in name else x.tp
     return Weight(
-        name,
+        # Later megatron-cores name the layer of a depth otherwise.
+        name.replace(".mtp_model_layer.", ".transformer_layer."),
         parameter.numel(),
         parts=parts * (x.ep if ROUTED in name else 1),
         expert=expert,
