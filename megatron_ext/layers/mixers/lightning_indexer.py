@@ -304,9 +304,9 @@ class IndexerLoss:
         query, key, weights = self.vectors
         end = scores.size(-1)
         logs = scores.masked_fill(~within, -torch.inf).log_softmax(dim=-1)
-        # A log of 0 is -inf, which the target's 0 would make NaN.
-        crossed = target * logs.masked_fill(~within, 0.0)
-        self._sum += (torch.xlogy(target, target) - crossed).sum()
+        # Differences of logs first: two sums of about the same size would round what is left.
+        ratios = target.log().sub_(logs)
+        self._sum += torch.where(target > 0, target * ratios, 0.0).sum()
         change = logs.exp_().sub_(target)
         of_weights = torch.matmul(products, change.unsqueeze(-1)).squeeze(-1)
         own = weights[rows].transpose(0, 1)

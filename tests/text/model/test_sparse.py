@@ -18,8 +18,12 @@ from tests.training_runs import train_steps
 
 INDEXER = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 8 "
-    "--dsa-indexer-topk 6 --dsa-indexer-loss-coeff 0.1"
+    "--dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.1"
 )
+"""With 8 keys, no key that is left out has nearly the score of one that is chosen.
+
+Rounding differs from layout to layout, so that either might be chosen otherwise.
+"""
 SHARES = "--dsa-indexer-use-sparse-loss --reset-attention-mask"
 FEW = "tp2spcp2ep2etp1,pp2vpp2cp2ep2"
 MANY = (
@@ -42,7 +46,7 @@ def test_layouts_train_alike(layouts: str, capfd: pytest.CaptureFixture[str]) ->
 
 @pytest.mark.slow
 def test_documents_and_the_loss_of_the_chosen_keys(capfd: pytest.CaptureFixture[str]) -> None:
-    train_alike(OF_DOCUMENTS, f"{TRAINED} {INDEXER} {SHARES}", capfd)
+    train_alike(OF_DOCUMENTS, f"{TRAINED} {INDEXER} {SHARES} --lr 0.1", capfd)
 
 
 def test_the_warm_up_trains_the_indexer_alone_and_the_next_stage_goes_on(tmp_path: Path) -> None:
@@ -79,7 +83,7 @@ def test_a_dense_model_gets_indexers(tmp_path: Path) -> None:
     )
     (first, _) = train_steps(words.split(), tmp_path / "plain")
     saved = tmp_path / "sparse_hf"
-    sizes = INDEXER.replace("--dsa-indexer-topk 6", "--dsa-indexer-topk 24")
+    sizes = INDEXER.replace("--dsa-indexer-topk 8", "--dsa-indexer-topk 24")
     warm = f"{words} {sizes} --freeze-all-but indexer --save-hf {saved}"
     warm += " --tensor-model-parallel-size 2 --sequence-parallel"
     (same, later) = train_steps(warm.split(), tmp_path / "warm", ranks=2)
