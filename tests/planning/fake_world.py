@@ -38,7 +38,7 @@ from megatron_ext.planning.network import Network
 from megatron_ext.planning.stages import Ranks
 from megatron_ext.planning.state import rank_state
 from megatron_ext.planning.weights import ROUTED, Weight
-from tests.planning.measure import KINDS, state_bytes
+from tests.planning.measure import KINDS, plain, state_bytes
 
 
 def built(task: Any, config: RunConfig, context: ParallelContext) -> tuple[list[Any], Any]:
@@ -93,8 +93,7 @@ def _weight(x: Ranks, name: str, parameter: Any) -> Weight:
     if parameter.tensor_model_parallel:
         parts = x.etp if ROUTED in name else x.tp
     return Weight(
-        # Later megatron-cores name the layer of a depth otherwise.
-        name.replace(".mtp_model_layer.", ".transformer_layer."),
+        plain(name),
         parameter.numel(),
         parts=parts * (x.ep if ROUTED in name else 1),
         expert=expert,

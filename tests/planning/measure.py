@@ -171,7 +171,12 @@ def _work(folder: Path, run: Run) -> None:
 
 def _weights(chunks: Sequence[Any]) -> list[list[tuple[str, int]]]:
     bare = unwrap_model(list(chunks))
-    return [[(name, p.numel()) for name, p in chunk.named_parameters()] for chunk in bare]
+    return [[(plain(name), p.numel()) for name, p in chunk.named_parameters()] for chunk in bare]
+
+
+def plain(name: str) -> str:
+    """Return the name of a parameter in megatron-core 0.16, whose layer of a depth has another."""
+    return name.replace(".mtp_model_layer.", ".transformer_layer.")
 
 
 def _networks(runner: StreamingRunner) -> dict[str, Any]:
