@@ -63,8 +63,10 @@ class HostSyncs(TorchDispatchMode):
             if any(part in frame.filename for part in ON_THE_HOST):
                 return
             for root in ("megatron_ext/", "megatron/core/"):
-                if f"/{root}" in frame.filename:
-                    path = root + frame.filename.rpartition(f"/{root}")[2]
+                _, found, rest = frame.filename.rpartition(f"/{root}")
+                # The folder of a clone may have the package's name.
+                if found and not rest.startswith(("tests/", ".venv")):
+                    path = root + rest
                     self.places.append(f"{path}:{frame.name}")
                     return
 

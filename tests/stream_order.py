@@ -173,9 +173,11 @@ def place() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        for root in ("/megatron_ext/", "/megatron/core/", "/tests/"):
-            if root in path and "/tests/stream_" not in path:
-                return f"{root[1:]}{path.rpartition(root)[2]}:{frame.f_code.co_name}"
+        for root in ("/tests/", "/megatron/core/", "/megatron_ext/"):
+            _, found, rest = path.rpartition(root)
+            # The folder of a clone may have the package's name.
+            if found and not rest.startswith(("stream_", ".venv")):
+                return f"{root[1:]}{rest}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
 

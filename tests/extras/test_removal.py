@@ -94,7 +94,8 @@ try:
 except SystemExit as end:
     assert not end.code
 files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-print("MODULES", json.dumps([file for file in files if "/megatron_ext/" in file]))
+own = {str(ROOT / "megatron_ext") + "/"!r}
+print("MODULES", json.dumps([file for file in files if file.startswith(own)]))
 """
 
 
