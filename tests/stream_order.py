@@ -176,7 +176,7 @@ def place() -> str:
         for root in ("/tests/", "/megatron/core/", "/megatron_ext/"):
             _, found, rest = path.rpartition(root)
             # The folder of a clone may have the package's name.
-            if found and not rest.startswith(("stream_", ".venv")):
+            if found and not rest.startswith(("stream_", ".venv", "tests/")):
                 return f"{root[1:]}{rest}:{frame.f_code.co_name}"
         frame = frame.f_back
     return "elsewhere"
