@@ -20,7 +20,7 @@ INDEXER = (
     "--experimental-attention-variant dsa --dsa-indexer-n-heads 8 --dsa-indexer-head-dim 8 "
     "--dsa-indexer-topk 8 --dsa-indexer-loss-coeff 0.1"
 )
-"""With 8 keys, no key that is left out has nearly the score of one that is chosen.
+"""The scores of chosen and of left out keys are far apart with 8 keys.
 
 Rounding differs from layout to layout, so that either might be chosen otherwise.
 """
