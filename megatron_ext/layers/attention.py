@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from megatron_ext.errors import ConfigError
 from megatron_ext.layers import masks, sdpa
+from megatron_ext.layers.initialization import device_of
 from megatron_ext.layers.masks import is_dense
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class DotProductAttention(MegatronModule):  # type: ignore[misc]
     def _add_sinks(self, config: TransformerConfig) -> None:
         """Register the learned sinks ``[n]``: a logit per head that takes part in the softmax."""
         heads = config.num_attention_heads // self.tp_group.size()
-        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = device_of(config)
         self.softmax_offset = torch.nn.Parameter(
             torch.empty(heads, dtype=config.params_dtype, device=device)
         )

@@ -15,6 +15,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.layers.initialization import device_of
+
 
 def exact(x: Tensor) -> torch.dtype:
     """Return the dtype of ``x``, or float32 if that holds more."""
@@ -74,7 +76,7 @@ class HeadsNorm(HeadsWeight, torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.tp_group = tp_group
         self.count = heads * config.kv_channels
-        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = device_of(config)
         fill = torch.zeros if self.zero_centered else torch.ones
         own = self.count // tp_group.size()
         self.weight = torch.nn.Parameter(fill(own, dtype=config.params_dtype, device=device))

@@ -26,6 +26,12 @@ from torch import Tensor
 from megatron_ext.errors import ConfigError
 
 
+def device_of(transformer_config: Any) -> Any:
+    """Return the device on which the parameters of a model are created."""
+    on_cpu = transformer_config.use_cpu_initialization
+    return "cpu" if on_cpu else torch.cuda.current_device()
+
+
 @dataclass(frozen=True)
 class Shard:
     """The part of one full parameter (or gradient) that a rank holds.

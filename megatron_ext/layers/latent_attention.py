@@ -35,7 +35,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_ext.config.rules.model import RECOMPUTED_LATENT
 from megatron_ext.layers.compiled import compiled, fusions_of
-from megatron_ext.layers.linear import enter
+from megatron_ext.layers.linear import enter, unbiased
 from megatron_ext.layers.pointwise import rotated, table_of
 from megatron_ext.layers.transformer_layer import WithBias
 
@@ -156,17 +156,7 @@ class LatentAttention(Attention):  # type: ignore[misc]
         self.kv_layernorm = self._norm(submodules.kv_layernorm, config.kv_lora_rank)
 
     def _linear(self, kind: Any, inputs: int, outputs: int) -> Any:
-        return kind(
-            inputs,
-            outputs,
-            config=self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
+        return unbiased(kind, inputs, outputs, self.config, self.tp_group)
 
     def _norm(self, kind: Any, size: int) -> Any:
         own = getattr(self.config, "latent_norm_epsilon", None)

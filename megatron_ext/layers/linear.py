@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, build_module
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers import onednn
+from megatron_ext.layers.initialization import device_of
 from megatron_ext.layers.weight_gradients import LinearCall
 
 
@@ -204,7 +205,7 @@ class _WholeLinear(MegatronModule):  # type: ignore[misc]
         super().__init__(config)
         self.tp_group = tp_group
         self.sequence_parallel: bool = config.sequence_parallel
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = device_of(config)
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
         if config.perform_initialization:
@@ -226,6 +227,27 @@ class WholeLinear(_ParallelLinear, _WholeLinear):
     Each rank multiplies the tokens that it holds. Under sequence parallelism these are its part of
     the sequence, ``[s/tp, b, in]``; otherwise all ranks multiply the whole sequence.
     """
+
+
+def unbiased(
+    kind: Any, inputs: int, outputs: int, config: TransformerConfig, tp_group: ProcessGroup
+) -> Any:
+    """Return a linear layer without a bias, of the class or the spec ``kind``.
+
+    Ranks split its outputs if the class does so.
+    """
+    return build_module(
+        kind,
+        inputs,
+        outputs,
+        config=config,
+        init_method=config.init_method,
+        gather_output=False,
+        bias=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_group=tp_group,
+    )
 
 
 class BiasedColumnParallelLinear(ColumnParallelLinear):

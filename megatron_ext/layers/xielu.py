@@ -14,6 +14,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.layers.initialization import device_of
 from megatron_ext.layers.subclass import specialize
 
 START = 0.8
@@ -60,7 +61,7 @@ class Xielu(MegatronModule):  # type: ignore[misc]
     def __init__(self, config: TransformerConfig, tp_group: ProcessGroup) -> None:
         super().__init__(config)
         self.tp_group = tp_group
-        device: Any = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        device = device_of(config)
         beta = 0.5
 
         def number(value: float) -> Tensor:

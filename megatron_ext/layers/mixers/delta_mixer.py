@@ -20,10 +20,11 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_ext.layers.initialization import device_of
 from megatron_ext.layers.mixers import state_passing
 from megatron_ext.layers.mixers.delta_kernels import delta_rule
 from megatron_ext.layers.mixers.delta_rule import step
-from megatron_ext.layers.mixers.recurrent import RecurrentMixer, device_of
+from megatron_ext.layers.mixers.recurrent import RecurrentMixer
 
 if TYPE_CHECKING:
     from megatron_ext.layers.mixers.state_cache import States

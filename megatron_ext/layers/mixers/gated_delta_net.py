@@ -41,7 +41,7 @@ class GatedDeltaNet(DeltaMixer):
         self.gate_size = self.group * self.value_size
         per_head = self.mixed_size + self.gate_size + 2 * self.group
         outputs = self.all_key_heads * per_head
-        self.in_proj = self.column_linear(submodules.in_proj, config.hidden_size, outputs)
+        self.in_proj = self.linear(submodules.in_proj, config.hidden_size, outputs)
         sizes = [self.gate_size, self.gate_size, self.group, self.group]
         self.in_proj.matrix_rows = (self.key_size, self.key_size, *sizes)
         self.dt_bias = self.parameter(torch.nn.init.ones_, self.heads)

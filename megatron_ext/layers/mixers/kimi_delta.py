@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer import ModuleSpec, TransformerConfig, build_module
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor
 
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear, WholeLinear
@@ -45,25 +45,14 @@ class KimiDeltaAttention(DeltaMixer):
         values = self.all_heads * self.value_size
         linear = submodules.in_proj
         low = submodules.low_proj
-        self.in_proj = self.column_linear(linear, hidden, self.all_heads * (self.mixed_size + 1))
+        self.in_proj = self.linear(linear, hidden, self.all_heads * (self.mixed_size + 1))
         self.in_proj.matrix_rows = (self.key_size, self.key_size, self.value_size, 1)
-        self.f_a_proj = self._whole_linear(low, hidden, self.value_size)
-        self.f_b_proj = self.column_linear(linear, self.value_size, keys)
-        self.g_a_proj = self._whole_linear(low, hidden, self.value_size)
-        self.g_b_proj = self.column_linear(linear, self.value_size, values)
+        self.f_a_proj = self.linear(low, hidden, self.value_size)
+        self.f_b_proj = self.linear(linear, self.value_size, keys)
+        self.g_a_proj = self.linear(low, hidden, self.value_size)
+        self.g_b_proj = self.linear(linear, self.value_size, values)
         self.dt_bias = self.parameter(torch.nn.init.ones_, self.heads * self.key_size)
         self.A_log = self.parameter(decay_rate, self.heads)
-
-    def _whole_linear(self, kind: Any, inputs: int, outputs: int) -> Any:
-        """Return a linear layer that is whole on every tensor-parallel rank."""
-        return build_module(
-            kind,
-            inputs,
-            outputs,
-            config=self.config,
-            init_method=self.config.init_method,
-            tp_group=self.tp_group,
-        )
 
     def projected(self, hidden: Tensor) -> Tensor:
         """Return ``[s, b, c]``: the rows of ``in_proj``, ``f_b_proj`` and ``g_b_proj``."""

@@ -36,7 +36,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_ext.layers.linear import enter
+from megatron_ext.layers.linear import enter, unbiased
 from megatron_ext.layers.pointwise import rotated
 
 
@@ -100,16 +100,7 @@ class LightningIndexer(MegatronModule):  # type: ignore[misc]
             self.requires_grad_(False)
 
     def _linear(self, kind: Any, inputs: int, outputs: int) -> Any:
-        return build_module(
-            kind,
-            inputs,
-            outputs,
-            config=self.config,
-            init_method=self.config.init_method,
-            bias=False,
-            skip_bias_add=False,
-            tp_group=self.tp_group,
-        )
+        return unbiased(kind, inputs, outputs, self.config, self.tp_group)
 
     def forward(
         self, hidden: Tensor, query_input: Tensor, table: tuple[Tensor | None, Tensor | None]

@@ -27,9 +27,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_ext.layers.heads_norm import HeadsWeight, exact
+from megatron_ext.layers.initialization import device_of
 from megatron_ext.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron_ext.layers.mixers import state_passing, state_space
-from megatron_ext.layers.mixers.recurrent import RecurrentMixer, decay_rate, device_of
+from megatron_ext.layers.mixers.recurrent import RecurrentMixer, decay_rate
 from megatron_ext.layers.mixers.state_space_kernels import state_space as recurrence_of
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class MambaMixer(RecurrentMixer):
         self.mixed_size = self.group_size + 2 * self.state_dim
         """Channels of a group that are convolved."""
         rows = all_groups * (self.group_size + self.mixed_size + self.per_group)
-        self.in_proj = self.column_linear(submodules.in_proj, config.hidden_size, rows)
+        self.in_proj = self.linear(submodules.in_proj, config.hidden_size, rows)
         states = (self.state_dim, self.state_dim)
         self.in_proj.matrix_rows = (self.group_size, self.group_size, *states, self.per_group)
         self.out_proj = self.row_linear(submodules.out_proj, all_heads * self.head_dim)

@@ -21,7 +21,8 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from megatron_ext.layers.initialization import Initialize, initialize_split
+from megatron_ext.layers.initialization import Initialize, device_of, initialize_split
+from megatron_ext.layers.linear import unbiased
 from megatron_ext.layers.masks import newest
 from megatron_ext.layers.mixers import state_passing
 from megatron_ext.layers.mixers.documents import documents_of_mask
@@ -81,20 +82,9 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
         self.cp_group = groups.cp
         self.register_parameter("conv_bias", None)
 
-    def column_linear(self, kind: Any, inputs: int, outputs: int) -> Any:
-        """Return a linear layer without bias, the last axis of whose output the ranks split."""
-        return build_module(
-            kind,
-            inputs,
-            outputs,
-            config=self.config,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=False,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_group=self.tp_group,
-        )
+    def linear(self, kind: Any, inputs: int, outputs: int) -> Any:
+        """Return a linear layer of this class without a bias, see `layers.linear.unbiased`."""
+        return unbiased(kind, inputs, outputs, self.config, self.tp_group)
 
     def row_linear(self, kind: Any, inputs: int) -> Any:
         """Return the linear layer that projects the outputs of all heads back."""
@@ -251,8 +241,3 @@ class RecurrentMixer(MegatronModule):  # type: ignore[misc]
 def decay_rate(draws: Tensor) -> Tensor:
     """Fill ``A_log`` with logarithms of numbers between 1 and 16, as Megatron-LM does."""
     return draws.uniform_(1, 16).log_()
-
-
-def device_of(config: TransformerConfig) -> Any:
-    """Return the device on which parameters are created."""
-    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

@@ -171,11 +171,15 @@ def layer_kinds(config: RunConfig) -> tuple[str, ...]:
 
     Kinds are spelled as `config.layers` says.
     """
-    kinds = config.section(HybridConfig).layer_kinds
-    if kinds is not None:
-        return kinds
-    holds = config.section(MoEConfig).expert_layers(config.model.num_layers or 0)
-    return tuple(ATTENTION + (EXPERTS if has else DENSE) for has in holds)
+    hybrid = config.section(HybridConfig)
+    return kinds_of(hybrid, config.section(MoEConfig), config.model.num_layers or 0)
+
+
+def kinds_of(hybrid: HybridConfig, moe: MoEConfig, num_layers: int) -> tuple[str, ...]:
+    """Return the kind of each of ``num_layers`` layers, see `layer_kinds`."""
+    if hybrid.layer_kinds is not None:
+        return hybrid.layer_kinds
+    return tuple(ATTENTION + (EXPERTS if has else DENSE) for has in moe.expert_layers(num_layers))
 
 
 def depth_kind(config: RunConfig) -> str:

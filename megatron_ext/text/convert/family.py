@@ -22,7 +22,13 @@ from megatron_ext.config.run import RunConfig, named
 from megatron_ext.errors import CheckpointError
 from megatron_ext.text.config.attention import AttentionConfig, LatentAttentionConfig
 from megatron_ext.text.config.block import BlockConfig
-from megatron_ext.text.config.hybrid import SIZES, SIZES_BY_LETTER, HybridConfig, MixerConfig
+from megatron_ext.text.config.hybrid import (
+    SIZES,
+    SIZES_BY_LETTER,
+    HybridConfig,
+    MixerConfig,
+    kinds_of,
+)
 from megatron_ext.text.config.moe import MoEConfig
 from megatron_ext.text.config.positions import PositionConfig
 from megatron_ext.text.config.rules import SHAPE, SHAPE_SECTIONS
@@ -178,12 +184,7 @@ class Gpt:
     @property
     def kinds(self) -> list[str]:
         """Return the kind of each decoder layer (see `config.layers`)."""
-        if self.hybrid.layer_kinds is not None:
-            return list(self.hybrid.layer_kinds)
-        num_layers = self.model.num_layers or 0
-        if self.moe.num_experts is None:
-            return ["*-"] * num_layers
-        return ["*E" if holds else "*-" for holds in self.moe.expert_layers(num_layers)]
+        return list(kinds_of(self.hybrid, self.moe, self.model.num_layers or 0))
 
 
 def with_kinds(fields: Mapping[str, Any]) -> Fields:
