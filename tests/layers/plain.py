@@ -63,6 +63,19 @@ def zigzag(tensor: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=dim)
 
 
+def drawn(*shape: int, seed: int = 3) -> Tensor:
+    """Return normal numbers of a fixed seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def local(x: Tensor, context: ParallelContext, *, sequence_parallel: bool) -> Tensor:
+    """Return this rank's part of ``[s, ...]``."""
+    cp = context.pgs.cp
+    tp = context.pgs.tp
+    part = x if cp.size() == 1 else zigzag(x, cp.rank(), cp.size())
+    return part.chunk(tp.size())[tp.rank()].clone() if sequence_parallel else part.clone()
+
+
 def full_weight(name: str, shape: tuple[int, ...]) -> Tensor:
     """Return a weight that follows from its name; norms are near one."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

@@ -23,6 +23,7 @@ from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
 from tests.layers.mixers.delta_plain import recurrence, relative
 from tests.layers.mixers.messages import SentBytes
+from tests.layers.plain import drawn, local
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import SMALL, config_of
 
@@ -78,17 +79,6 @@ def built(context: ParallelContext, kind: str, transformer_config: Any) -> Delta
     plain.fill(module, context)
     assert isinstance(module, DeltaMixer)
     return module
-
-
-def drawn(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def local(x: Tensor, context: ParallelContext, *, sequence_parallel: bool) -> Tensor:
-    """Return this rank's part of ``[s, ...]``."""
-    cp, tp = context.pgs.cp, context.pgs.tp
-    part = x if cp.size() == 1 else plain.zigzag(x, cp.rank(), cp.size())
-    return part.chunk(tp.size())[tp.rank()].clone() if sequence_parallel else part.clone()
 
 
 class PlainMixer:

@@ -25,6 +25,7 @@ from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
 from tests.layers.mixers.messages import SentBytes
 from tests.layers.mixers.test_state_space import recurrent
+from tests.layers.plain import drawn, local
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import SMALL, config_of
 
@@ -66,10 +67,6 @@ def built(context: ParallelContext, transformer_config: Any) -> MambaMixer:
     plain.fill(module, context)
     assert isinstance(module, MambaMixer)
     return module
-
-
-def drawn(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -173,13 +170,6 @@ def renamed(own: dict[str, Tensor], groups: int = GROUPS) -> dict[str, Tensor]:
         "conv1d.weight": by_part(own["conv_weight"], *mixed)[:, None],
         "conv1d.bias": by_part(own["conv_bias"], *mixed),
     }
-
-
-def local(x: Tensor, context: ParallelContext, *, sequence_parallel: bool) -> Tensor:
-    """Return this rank's part of ``[s, ...]``."""
-    cp, tp = context.pgs.cp, context.pgs.tp
-    part = x if cp.size() == 1 else plain.zigzag(x, cp.rank(), cp.size())
-    return part.chunk(tp.size())[tp.rank()].clone() if sequence_parallel else part.clone()
 
 
 def check_layout(context: ParallelContext, words: str = "", with_documents: bool = True) -> None:

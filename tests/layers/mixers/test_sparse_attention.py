@@ -21,6 +21,7 @@ from megatron_ext.layers.specs import _attention
 from megatron_ext.layers.transformer_config import build_transformer_config
 from megatron_ext.parallel.context import ParallelContext
 from tests.layers import plain
+from tests.layers.plain import drawn, local
 from tests.ranks import on_ranks, ranks
 from tests.training_runs import SMALL, config_of
 
@@ -168,17 +169,6 @@ class PlainSparse:
                 p = target[b, t, counted]
                 losses.append((p * (p.log() - index[b, t, counted].log_softmax(-1))).sum())
         return output, torch.stack(losses).mean()
-
-
-def drawn(*shape: int, seed: int = 3) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def local(x: Tensor, context: ParallelContext, *, sequence_parallel: bool) -> Tensor:
-    """Return this rank's part of ``[s, ...]``."""
-    cp, tp = context.pgs.cp, context.pgs.tp
-    part = x if cp.size() == 1 else plain.zigzag(x, cp.rank(), cp.size())
-    return part.chunk(tp.size())[tp.rank()].clone() if sequence_parallel else part.clone()
 
 
 def check_layout(

@@ -8,7 +8,8 @@ import torch
 from megatron_ext.layers.kv_cache import KeyValueCache, PackedTokens, Segment
 from megatron_ext.layers.mixers import sparse_attention
 from megatron_ext.parallel.context import ParallelContext
-from tests.layers.mixers.test_sparse_attention import TOPK, H, built, configured, drawn, near
+from tests.layers.mixers.test_sparse_attention import TOPK, H, built, configured, near
+from tests.layers.plain import drawn
 from tests.ranks import on_ranks
 
 PASSES = (((20, 3, 1), 0), ((1, 1, 9), 2), ((1, 8, 1), 0), ((1, 1, 1), 0))
